@@ -1,4 +1,4 @@
-"""The launcher of a process, found in its environment variables."""
+"""Detect the launcher of this process from its environment variables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hvd_bert.errors import EXIT_OK, UserError
 
 
 class LaunchError(UserError):
-    """A mistake in how the job was started. All of its processes find it, and rank 0 reports it."""
+    """A mistake in how the job was started. Every process detects it, and rank 0 reports it."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The launcher that started this process, with the size of its world and this process's rank.
+    """The launcher that started this process, with the world size and this process's rank.
 
-    Both are None without a launcher ("none"); the size also where only MPI knows it (ASKS_MPI). `store`: the key-value
-    store of a program's process group.
+    Without a launcher, `name` is "none", and `size` and `rank` are None. If only MPI knows the world size, `name` is
+    ASKS_MPI and `size` is None. `store`: the key-value store of a program's process group; None under a launcher.
     """
 
     name: str
@@ -35,34 +35,37 @@ class Launcher:
 
     @property
     def has_store(self) -> bool:
-        """Whether the ranks can meet in a key-value store (`rendezvous.launcher_store`)."""
+        """Whether the ranks have a key-value store for their rendezvous (`rendezvous.launcher_store`)."""
         return self.store is not None or bool(self.row.store)
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the only process. False if only MPI knows the size."""
+        """Whether this is the only process. False if only MPI knows the world size."""
         return self.name == "none" or self.size == 1
 
 
 ASKS_MPI = "MPI"
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's variables
-# Ranks set without a size, by PRRTE, Hydra with -pmi-port, PALS and ALPS: MPI knows the size.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's rendezvous variables
+# Rank variables of PRRTE, Hydra with -pmi-port, PALS and ALPS, which set no world size: only MPI knows it.
 _MPI_RANKS = ("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE")
-# A rank's number on its host, by launcher, most specific first.
+# The launchers' variables for the local rank, most specific launcher first.
 _LOCAL_RANKS = ["HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
 _LOCAL_RANKS += ["LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK", "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID"]
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, whose first task alone has a terminal
+PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, where only the first task runs the shell
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
 WITHOUT_HOROVOD = (
     "Without Horovod: --strategy ddp under torchrun or srun, or --strategy none in one process (docs/start/install.md)."
 )
-GLOO_TIMEOUT_S = 30  # Horovod's default
+GLOO_TIMEOUT_S = 30  # Horovod's default, in seconds
 GLOO_S_PER_RANK = 4
 
 
 def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
-    """The whole number in a variable; None if it is not set. Raises UserError for anything else."""
+    """Parse the whole number in a variable; None if the variable is not set.
+
+    Raises UserError if its value is not a whole number, or is below `minimum`.
+    """
     text = environ.get(name)
     if text is None:
         return None
@@ -75,7 +78,7 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | Non
 
 
 def host_name(name: str, source: str) -> str:
-    """The name, if a resolver accepts it. Raises UserError, with the source, for a name such as a..b."""
+    """Return `name` if it is a valid host name. Raises UserError, which begins with `source`, if not, such as a..b."""
     try:
         name.encode("idna")
     except UnicodeError as error:
@@ -87,14 +90,14 @@ def host_name(name: str, source: str) -> str:
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process. Raises UserError if its size and rank are not those of a world."""
+    """Return the launcher of this process. Raises UserError if its world size or rank is invalid."""
     found = [names for names in _variables() if environ.keys() >= {*names[1:]}]
     if not found:
         ranks = mpi_ranks(environ)
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
     launcher, size_name, rank_name, *_ = found[0]
     if found[-1][0] == BY_TORCH and environ[size_name] == "1" and environ["WORLD_SIZE"] != "1":
-        launcher, size_name, rank_name = found[-1]  # one process per node, each with its rank in a larger world
+        launcher, size_name, rank_name = found[-1]  # one launch per node; torch's variables have the whole world
     size, rank = number(environ, size_name, 1), number(environ, rank_name)
     if rank is not None and size is not None and rank >= size:
         raise UserError(
@@ -105,21 +108,21 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def _variables() -> list[tuple[str, ...]]:
-    """Each launcher's name, its variables of size and rank, and others. Most specific launcher first."""
+    """List each launcher's name, size variable, rank variable and other variables, most specific launcher first."""
     return [(name, *names) for name, row in LAUNCHERS.items() for names in row.variables]
 
 
 def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str]:
-    """The sizes above 1 that other launchers have set, by variable, except those equal to this launcher's size."""
+    """Return the world sizes in other launchers' variables, by variable, except 1 and this launcher's size."""
     names = dict.fromkeys(size for _, size, *_ in _variables())
     if launcher.row.by_mpi:
-        del names["SLURM_STEP_NUM_TASKS"]  # the tasks may be the daemons of mpirun or flux
+        del names["SLURM_STEP_NUM_TASKS"]  # these tasks may be daemons of mpirun or flux, not ranks
     found = {name: environ[name][:80] for name in names if environ.get(name, "").isdecimal()}
     return {name: value for name, value in found.items() if value not in ("0", "1", str(launcher.size))}
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
-    """Whether this process reports the mistakes that all processes find before they join: rank 0 or the only one."""
+    """Return whether this process reports mistakes that all processes detect before joining: rank 0 does."""
     try:
         launcher = find_launcher(environ)
         return launcher.rank in (None, 0) and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
@@ -138,16 +141,17 @@ def speaks_for_host(environ: Mapping[str, str]) -> bool:
 
 
 def silent_status(environ: Mapping[str, str], status: int) -> int:
-    """The exit status of a rank that has failed, before it has joined, with an error that another rank reports.
+    """Return the exit status of a rank that fails before it joins, if another rank reports the error.
 
-    0 under launchers that end all ranks at the first failure: the other rank may not have reported yet.
+    It is 0 under launchers that end all ranks at the first failure, so that the other rank has time to report; under
+    other launchers it is `status`.
     """
     return status if find_launcher(environ).row.each_status_counts else EXIT_OK
 
 
 def ancestors() -> set[str]:
-    """The names of this process's ancestors on this host; empty if it may not see them."""
-    import psutil  # here, so that a missing psutil is reported once
+    """Return the names of this process's ancestors on this host; empty if this process may not see them."""
+    import psutil  # imported late, so that a missing psutil is reported once
 
     try:
         return {process.name() for process in psutil.Process().parents()}
@@ -158,23 +162,23 @@ def ancestors() -> set[str]:
 def is_nested(
     launcher: Launcher, environ: Mapping[str, str], programs: Callable[[], Collection[str]] = ancestors
 ) -> bool:
-    """Whether srun has started several tasks, and each of them an mpirun or horovodrun."""
+    """Return whether srun has started several tasks, each of which has started mpirun or horovodrun."""
     if (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) == 1 or PTY in environ:
         return False
     if launcher.name == "horovodrun":
         return True
-    # mpirun starts its daemons on other nodes by srun, and their ranks inherit the variables of that step.
+    # An mpirun outside srun starts its daemons by srun, so their ranks have a step's variables without being nested.
     return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
 
 
 def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
-    """The set variables of a rank whose size only MPI knows."""
+    """Return those of _MPI_RANKS that are set."""
     return [name for name in _MPI_RANKS if name in environ]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A mistake in the variables: its condition, message and error."""
+    """A mistake in the launcher's variables: its condition, error message and exception class."""
 
     when: Callable[[Launcher, Mapping[str, str]], bool]
     message: str
@@ -182,13 +186,13 @@ class Rule:
 
 
 def _has_two_worlds(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Whether torch's variables describe a world of another size than srun's."""
+    """Return whether torch's variables describe a world of a different size than srun's."""
     several = launcher.name == "srun" and launcher.size != 1 and all(map(environ.get, RENDEZVOUS))
     return several and environ["WORLD_SIZE"] != str(launcher.size)
 
 
 def _has_only_rank(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Whether RANK is set without a size. A RANK of 0 may be left over."""
+    """Return whether RANK is set without a world size. RANK=0 alone is accepted, since it may be left over."""
     rank, others = environ.get("RANK"), any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
     return launcher.name == "none" and bool(rank) and (others or rank != "0")
 
@@ -218,7 +222,7 @@ RULES = {
         " srun and unset RANK, or start one task per node with torchrun in it.",
         LaunchError,
     ),
-    "a larger world": Rule(  # job scripts export WORLD_SIZE
+    "a larger world": Rule(  # except WORLD_SIZE, which job scripts export
         lambda launcher, environ: launcher.is_alone and bool(other_sizes(launcher, environ).keys() - {"WORLD_SIZE"}),
         "{sizes}" + _ALONE,
     ),
@@ -227,7 +231,7 @@ RULES = {
 
 
 def checked_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process, for a world of all ranks. Raises UserError by RULES."""
+    """Return the launcher of this process. Raises UserError if one of RULES applies."""
     launcher = find_launcher(environ)
     sizes = ", ".join(f"{name}={value}" for name, value in other_sizes(launcher, environ).items())
     for rule in RULES.values():
@@ -237,21 +241,21 @@ def checked_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Address and port at which horovodrun serves its ranks' addresses for Gloo; None over MPI."""
+    """Return the address and port of the server through which horovodrun's ranks meet over Gloo; None over MPI."""
     host, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1)
     return (host, port) if host and port else None
 
 
 def gloo_timeout_s(environ: Mapping[str, str]) -> int:
-    """Limit in seconds for started ranks to find each other over Gloo. Horovod reads the same variable."""
+    """Return how many seconds started ranks may take to find each other over Gloo. Horovod reads the same variable."""
     return number(environ, GLOO_TIMEOUT, 1) or GLOO_TIMEOUT_S
 
 
 def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
     """Raise Gloo's timeout for a large world, unless the user has set it.
 
-    Each rank asks the launcher, one Python process, for the addresses of all others, so the time grows with the square
-    of the world size. Horovod elastic keeps its default, which decides how soon a lost host is noticed.
+    Each rank asks the launcher, a single Python process, for the addresses of all others, so the time grows with the
+    square of the world size. Horovod elastic keeps the default, which determines how soon a lost host is noticed.
     """
     needed = GLOO_S_PER_RANK * (launcher.size or 1)
     if needed > GLOO_TIMEOUT_S and not is_elastic(environ):
@@ -259,12 +263,12 @@ def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether this is Horovod elastic: horovodrun with --min-np and --host-discovery-script."""
+    """Return whether Horovod elastic runs this process: horovodrun with --min-np and --host-discovery-script."""
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def world_size_warning(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """A warning if WORLD_SIZE suggests several processes, but this one trains alone; else ""."""
+    """Return a warning if WORLD_SIZE suggests several processes, but this one trains alone; else ""."""
     if launcher.name != "none" or "WORLD_SIZE" not in other_sizes(launcher, environ):
         return ""
     return (

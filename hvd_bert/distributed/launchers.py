@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# torch's env:// rendezvous: Kubeflow's PyTorchJob, Volcano, Azure ML, Vertex AI, Run:ai, deepspeed, mp.spawn, by hand.
+# All launchers that set only torch's env:// variables: Kubeflow's PyTorchJob, Volcano, Azure ML, Vertex AI, Run:ai,
+# deepspeed and mp.spawn. Users may also set the variables by hand.
 BY_TORCH = "torch's variables"
-# The server of a launcher's key-value store: torchrun's agent, rank 0 on the first node of a Slurm step, or rank 0 at
+# Who serves a launcher's key-value store: torchrun's agent, rank 0 on the first node of a Slurm step, or rank 0 at
 # MASTER_ADDR and MASTER_PORT.
 AGENT, FIRST_NODE, MASTER = "agent", "first node", "master"
 
@@ -29,10 +30,11 @@ class Allocation:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Number and command of the ranks to start, and options for the launcher.
+    """The ranks to start, and options for the launcher.
 
-    `train`: the command of each rank, which begins with Python. `hosts`: HOST:SLOTS,... `extra`: the launcher's
-    arguments. `exported`: names of variables for all hosts.
+    `train`: each rank's command, which begins with the Python interpreter. `ranks`: number of ranks. `hosts`: hosts and
+    their slots as HOST:SLOTS,... `allocation`: the surrounding Slurm job. `extra`: more arguments for the launcher.
+    `exported`: names of variables to set on all hosts.
     """
 
     train: Sequence[str]
@@ -48,15 +50,15 @@ class LauncherRow:
     """Facts about a launcher.
 
     Attributes:
-        variables: Names of the variables of size and rank, and of others that only it sets; one tuple per MPI.
-        store: Server of the key-value store in which the ranks meet; "" for none.
+        variables: Names of its size variable, rank variable and variables that only it sets; one tuple per MPI library.
+        store: Server of the ranks' key-value store (AGENT, FIRST_NODE or MASTER); "" if there is none.
         by_mpi: Whether MPI connects Horovod's ranks.
-        is_watched: Whether ranks stop once the launcher, their parent process, has ended. A killed one leaves them.
-        each_status_counts: Whether nothing waits for all ranks, so that each must end with the status of the run.
+        is_watched: Whether ranks stop when the launcher, their parent process, ends. If killed, it does not stop them.
+        each_status_counts: Whether each rank must exit with the run's status, because nothing waits for all ranks.
         spans_job: Whether it starts ranks on all nodes of the surrounding Slurm job.
-        takes_hosts: Whether it takes a list of hosts (-H).
-        command: Builds its command; None if no tool starts it.
-        remedy: How to install its program, of the same name; "" if it comes with torch.
+        takes_hosts: Whether it accepts a list of hosts (-H).
+        command: Function that builds its command line; None if no tool here starts it.
+        remedy: How to install its program, which has its name; "" if it comes with torch.
     """
 
     variables: tuple[tuple[str, ...], ...] = ()
@@ -71,25 +73,25 @@ class LauncherRow:
 
 
 def torchrun(options: LaunchOptions) -> list[str]:
-    # --standalone takes a free port, so that two sweeps on one host do not collide. Without the address torchrun waits
-    # forever on a host whose own name does not resolve.
+    # --standalone chooses a free port, so that two sweeps on one host do not collide. Without --local-addr, torchrun
+    # waits forever on a host whose own name does not resolve.
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     return [*words, f"--nproc-per-node={options.ranks}", *options.extra, *options.train[1:]]
 
 
-def horovodrun(options: LaunchOptions) -> list[str]:  # exports all variables
+def horovodrun(options: LaunchOptions) -> list[str]:  # exports all variables without being told
     words = ["horovodrun", "-np", str(options.ranks), *(["-H", options.hosts] if options.hosts else [])]
     return [*words, *without_cache(), *options.extra, *options.train]
 
 
 def without_cache() -> list[str]:
-    """The flag that horovodrun needs where it cannot write its cache of checked hosts."""
+    """Return horovodrun's flag to run without its cache of checked hosts, if it cannot write the cache."""
     folder = Path(os.path.expanduser("~/.horovod"))
     return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
 
 
 def mpirun(options: LaunchOptions) -> list[str]:
-    # Open MPI refuses more ranks than slots, which are this host's cores by default. Ranks are not bound to cores.
+    # Open MPI refuses to start more ranks than slots. By default, a host has one slot per core.
     hosts = options.hosts or ("" if options.allocation else f"localhost:{options.ranks}")
     words = ["mpirun", "-np", str(options.ranks), *(["-H", hosts] if hosts else []), "--bind-to", "none"]
     return [*words, *(word for name in options.exported for word in ("-x", name)), *options.extra, *options.train]
@@ -103,13 +105,13 @@ def srun(options: LaunchOptions) -> list[str]:
     words += [f"--ntasks={options.ranks}", f"--ntasks-per-node={per_node}"]
     # Since Slurm 22.05 srun does not inherit the job's --cpus-per-task.
     words += [f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else []
-    words += ["--export=ALL"] if options.exported else []  # even if sbatch was given another --export
+    words += ["--export=ALL"] if options.exported else []  # even if sbatch was run with a different --export
     return [*words, *options.extra, *options.train]
 
 
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
 LAUNCHERS = {
-    # Only torchrun sets the last variable.
+    # Only torchrun sets TORCHELASTIC_RUN_ID.
     "torchrun": LauncherRow(
         (("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),), store=AGENT, is_watched=True, command=torchrun
     ),
@@ -149,5 +151,5 @@ LAUNCHERS = {
 
 
 def launcher_row(name: str) -> LauncherRow:
-    """The row of a launcher; an empty one for other names, such as a program's process group."""
+    """Return a launcher's row; for other names, such as a program's process group, a row of defaults."""
     return LAUNCHERS.get(name, LauncherRow())

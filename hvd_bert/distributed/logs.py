@@ -1,4 +1,4 @@
-"""Log lines on standard output. Equal warnings of several ranks become one line."""
+"""Log to standard output. Equal warnings of several ranks become one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvd_bert.distributed import events
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.errors import log, visible
 
-_MESSAGE = logging.Formatter()  # the message and, if there is one, the traceback
+_MESSAGE = logging.Formatter()  # formats the message and any traceback
 
 
 class _Console(logging.Handler):
-    """Standard output. `collecting`: a list that gets the warnings instead (`collected`)."""
+    """Handler that logs to standard output. `collecting`: the list to which `collected` redirects warnings, or None."""
 
     collecting: list[str] | None = None
 
@@ -30,10 +30,10 @@ class _Console(logging.Handler):
         self.setFormatter(logging.Formatter(f"{time}%(prefix)s%(message)s", "%Y-%m-%d %H:%M:%S"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record. Its line begins with the ranks, unless it is rank 0 alone."""
+        """Format a record. The line begins with its ranks, unless it comes from rank 0 alone."""
         ranks = getattr(record, "ranks", [self._rank])
         record.prefix = "" if ranks == [0] else f"{describe_ranks(ranks)}: "
-        return visible(super().format(record).rstrip("\n"))  # Python's warnings end in a line break
+        return visible(super().format(record).rstrip("\n"))  # Python's warnings end with a line break
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -43,44 +43,45 @@ class _Console(logging.Handler):
                 return
             events.add("warning", ranks=getattr(record, "ranks", [self._rank]), message=message)
         try:
-            with tqdm.external_write_mode(file=sys.stdout):  # does not break a progress bar
+            with tqdm.external_write_mode(file=sys.stdout):  # keeps progress bars intact
                 _write(self.format(record), sys.stdout)
         except Exception:
             self.handleError(record)
 
 
 def _write(text: str, stream: TextIO) -> None:
-    stream.write(text + "\n")  # one write, unlike print: launchers tag each write, and mix those of all ranks
+    stream.write(text + "\n")  # one write, unlike print: launchers prefix each write, and interleave ranks
     stream.flush()
 
 
 def report(text: str) -> None:
-    """Print the reason why a rank ends on standard error, and record it. Without a time, as scripts search for it."""
+    """Print the reason why this rank ends to standard error, without a time, and record it in events.jsonl."""
     _write(text, sys.stderr)
     events.failed(text)
 
 
 def start(rank: int) -> None:
-    """Print log records and Python's warnings from now on. Ranks other than 0 print warnings and errors only.
+    """Set up logging of this package's records and Python's warnings. Ranks other than 0 log only warnings and errors.
 
-    Lines have a time and a level, except on a terminal without a launcher. Open MPI gives its ranks a terminal even if
-    its own output goes to a file.
+    Lines have a time and a level, except on a terminal without a launcher. A terminal alone is not enough, since Open
+    MPI gives its ranks a terminal even if its own output goes to a file.
     """
     timed = find_launcher(os.environ).size is not None or not sys.stdout.isatty()
-    logging.basicConfig(handlers=[_Console(rank, timed)], force=True)  # replaces the previous world's, under elastic
+    logging.basicConfig(handlers=[_Console(rank, timed)], force=True)  # `force`: elastic's next world replaces it
     logging.captureWarnings(True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 def _consoles() -> list[_Console]:
-    """The handlers that `start` has set."""
+    """Return the handlers that `start` has set."""
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, _Console)]
 
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Collect the warnings of the block, for `show` on rank 0. Warnings still in the list at its end are printed here,
-    so that none is lost if the block raises.
+    """Context manager: collect the warnings of the block in the yielded list, for `show` on rank 0.
+
+    Warnings that are still in the list at the end are printed on this rank, so that none is lost if the block raises.
     """
     messages: list[str] = []
     for console in _consoles():
@@ -112,12 +113,12 @@ def show(by_rank: Sequence[Sequence[str]]) -> None:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """[1] -> "rank 1"; [0, 1, 4, 5, 6] -> "ranks 0, 1, 4-6"."""
+    """Format ranks: [1] -> "rank 1"; [0, 1, 4, 5, 6] -> "ranks 0, 1, 4-6"."""
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers in increasing order: [0, 1, 4, 5, 6] -> "0, 1, 4-6"."""
+    """Format increasing numbers as ranges: [0, 1, 4, 5, 6] -> "0, 1, 4-6"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Join MPI, after checks that the launcher's MPI is Horovod's."""
+"""Initialize MPI, after checking that the launcher and Horovod use the same MPI library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvd_bert.errors import UserError
 
 
 def join(launcher: Launcher) -> Any:
-    """mpi4py's communicator of all ranks. Initializes MPI before Horovod does, so that mpi4py also finalizes it.
+    """Initialize MPI, and return an mpi4py communicator of all ranks. Call before `hvd.init`.
 
-    Horovod 0.28.1 would finalize MPI when the first rank leaves, while other ranks still use it (segmentation faults).
-    mpi4py does it when its process ends.
+    If Horovod 0.28.1 initialized MPI, it would also finalize it when the first rank leaves, while other ranks still use
+    it (segmentation faults). mpi4py finalizes it when the process ends.
     """
     import mpi4py
 
@@ -28,7 +28,7 @@ def join(launcher: Launcher) -> Any:
     check_library(launcher, os.environ, MPI.Get_library_version())
     avoid_inner_networks(os.environ)
     if not torch.cuda.is_available():
-        # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the rank's training.
+        # Open MPI polls while it waits, so on CPUs Horovod's thread would take the core from the rank's training.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -37,11 +37,11 @@ def join(launcher: Launcher) -> Any:
             "This MPI does not provide THREAD_MULTIPLE, which Horovod's background thread needs. Use an MPI built with"
             " it, or `horovodrun --gloo`."
         )
-    return MPI.COMM_WORLD.Dup()  # separates our messages from Horovod's
+    return MPI.COMM_WORLD.Dup()  # keeps these messages apart from Horovod's
 
 
 def library_name() -> str:
-    """Name and version of the initialized MPI, such as Open MPI v4.1.4."""
+    """Return the name and version of the initialized MPI library, such as Open MPI v4.1.4."""
     from mpi4py import MPI
 
     return _short(MPI.Get_library_version())
@@ -52,7 +52,7 @@ def _short(mpi: str) -> str:
 
 
 def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
+    """Raise UserError if Horovod's world size differs from the launcher's: each rank might train in a world of one."""
     if launcher.name == ASKS_MPI and horovod_size == 1:
         raise UserError(  # every rank reports it, as rank 0 of its own world
             f"{mpi_ranks(environ)[0]} is set: a launcher of MPI started this process. But it set no size, and"
@@ -70,9 +70,9 @@ def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]
 
 
 def check_library(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if MPI would abort this process in MPI_Init. `check_size` finds other mistakes.
+    """Raise LaunchError if MPI_Init would abort this process. `check_size` detects other mistakes later.
 
-    Open MPI does so without PMI, MPICH under Open MPI's mpirun. `mpi`: the version text of the MPI library.
+    Open MPI aborts under srun without PMI. MPICH aborts under Open MPI's mpirun. `mpi`: the MPI library's version text.
     """
     has_pmi = any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ)
     if mpi.startswith("Open MPI") and launcher.name == "srun" and launcher.size != 1 and not has_pmi:

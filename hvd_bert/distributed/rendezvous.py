@@ -1,6 +1,7 @@
-"""Rendezvous of the ranks in a key-value store, by what each launcher provides.
+"""Rendezvous of the ranks in a key-value store, served in the way that the launcher supports.
 
-Servers bind only to the address that the other ranks use, or to all if MASTER_ADDR is a Kubernetes service's.
+A server listens only at the address that the other ranks use. If MASTER_ADDR is the address of a Kubernetes service, it
+listens at all addresses.
 """
 
 from __future__ import annotations
@@ -38,34 +39,35 @@ from hvd_bert.distributed.watchdog import answered
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
 
-START_S = 300  # for ranks that start late; later the group's own timeout applies
+START_S = 300  # seconds to wait for ranks that start late; afterwards the group's own timeout applies
 MAX_PORT = 65535
-NOTICE_S = 10  # seconds until missing ranks are named
+NOTICE_S = 10  # seconds until missing ranks are logged
 SAME_ADDRESS = (
     "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
     " must run."
 )
 
-joins = count()  # numbers the worlds that this process joins, one after another
+joins = count()  # numbers the successive worlds that this process joins
 
 
 def program_group() -> Launcher | None:
-    """The process group of torch.distributed that the program has initialized, with its store; None without one.
+    """Return the torch.distributed process group that the program has initialized, with its store; None if it has none.
 
-    The program's group stays when a run ends. Call this once per join: each call gives the store other keys.
+    A run does not destroy this group. Call this once per join, since each call gives the store a new key prefix.
     """
     if not distributed.is_initialized():
         return None
     rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
-    # Counted in the store: the processes of a group may have joined different numbers of worlds before.
+    # Counted in the store, not by `joins`: a group's processes may have joined different numbers of worlds.
     join = store.add(f"hvd_bert.joins.{rank}", 1)
     return Launcher("a process group", distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{join}", store))
 
 
 def serve_store(address: str | None, port: int = 0) -> Any:
-    """Serve a key-value store at `address` only, a name or an IP address; None: at all addresses. Port 0: a free port.
+    """Serve a key-value store at `address`, a host name or an IP address, and return it.
 
-    Raises UserError if this host cannot.
+    If `address` is None, listen at all addresses; if `port` is 0, choose a free port. Raises UserError if this host
+    cannot listen there.
     """
     both = address is None and socket.has_dualstack_ipv6()
     named = address or ("::" if both else "0.0.0.0")
@@ -84,10 +86,13 @@ def serve_store(address: str | None, port: int = 0) -> Any:
 
 
 def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRESS) -> Any:
-    """Connect to another process's key-value store. Raises CollectiveError if nothing answers in `patience_s`."""
+    """Connect to another process's key-value store. `hint`: the advice at the end of the error message.
+
+    Raises CollectiveError if the store does not answer in `patience_s` seconds.
+    """
     start, noted = time.monotonic(), False
     while True:
-        try:  # a TCPStore would print its stack
+        try:  # TCPStore would print a stack trace on failure
             socket.create_connection((host, port), gloo_timeout_s(os.environ)).close()
             return _store(host, port, hint)
         except OSError as error:
@@ -103,7 +108,7 @@ def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRES
 def _store(host: str, port: int, hint: str = SAME_ADDRESS, **serving: Any) -> Any:
     patience_s = gloo_timeout_s(os.environ)
     options: dict[str, Any] = {"timeout": timedelta(seconds=patience_s), "wait_for_workers": False, **serving}
-    try:  # a TCPStore waits forever for another program that listens there
+    try:  # TCPStore waits forever if another program listens there
         store = answered(lambda: TCPStore(host, port, **options), patience_s)
     except RuntimeError as error:
         raise _unreachable(host, port, error, hint) from None
@@ -112,7 +117,7 @@ def _store(host: str, port: int, hint: str = SAME_ADDRESS, **serving: Any) -> An
 
 
 def _unreachable(host: str, port: int, error: Exception, hint: str) -> CollectiveError:
-    """An error that this rank reports, since rank 0 does not find it."""
+    """Return an error that this rank reports, since rank 0 cannot detect it."""
     here, reason = socket.gethostname(), str(error).splitlines()[0]
     return CollectiveError(f"{here} cannot reach the other ranks at {host}:{port} ({reason}). {hint}", mine=True)
 
@@ -122,7 +127,10 @@ def _start_s() -> int:
 
 
 def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[str]:
-    """Gather a value of every rank, once all have started. Raises CollectiveError if some do not start."""
+    """Gather every rank's `value`, in rank order. Raises CollectiveError if some ranks do not start in time.
+
+    `name`: a name for the values that is new in this store.
+    """
     keys = [f"hvd_bert.{name}.{other}" for other in range(size)]
 
     def missing() -> str:
@@ -130,7 +138,7 @@ def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[st
 
     store.set(keys[rank], value)
     start, noted = time.monotonic(), False
-    while not store.check(keys):  # store.wait would not let Ctrl-C through
+    while not store.check(keys):  # store.wait would block Ctrl-C
         waited_s = time.monotonic() - start
         if waited_s > _start_s():
             reporter = next(other for other in range(size) if store.check([keys[other]]))
@@ -147,10 +155,10 @@ def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[st
 
 
 def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
-    """Gather the hosts of all ranks, and set a library's `variable` to this host's interface towards the other hosts.
+    """Return the host of each rank, and set a library's `variable` to this host's interface towards the other hosts.
 
-    Host names need not resolve: each rank gives the address through which it reaches the store. Raises CollectiveError
-    on all ranks if some ranks do not start or have no such interface, or if Horovod's Gloo cannot listen on some host.
+    Host names need not resolve, since each rank shares the address through which it reaches the store. Raises
+    CollectiveError on all ranks if a rank does not start, has no such interface, or cannot listen with Horovod's Gloo.
     """
     rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), store_host(store)
     described = exchange(store, rank, size, "host", f"{size} {here} {address_towards(server) or ''}")
@@ -176,14 +184,14 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
 
 
 def store_host(store: Any) -> str:
-    """The host that serves a store; this one for a FileStore, which a program's group may have."""
+    """Return the host that serves a store. For a FileStore, which a program's group may have, return this host."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", None) or socket.gethostname())
 
 
 def world_store(world: World, variable: str) -> Any:
-    """A key-value store for a world's ranks, which rank 0 serves at a free port, at its interface of `variable`.
+    """Return a key-value store for a world's ranks. Rank 0 serves it at a free port of the interface in `variable`.
 
     Raises CollectiveError on all ranks if one of them cannot reach the store.
     """
@@ -191,7 +199,7 @@ def world_store(world: World, variable: str) -> Any:
     store = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            # A host may resolve its own name to the loopback, where other hosts do not reach it.
+            # A host may resolve its own name to the loopback, which other hosts cannot reach.
             towards = address_towards(others[0]) if others else None
             store = serve_store(interface_address(os.environ.get(variable)) or towards or world.host)
     host, port = world.broadcast((store and store.host, store and store.port))
@@ -201,19 +209,19 @@ def world_store(world: World, variable: str) -> Any:
 
 @cache
 def _slurm_store(rank: int, nodes: str, port: int) -> Any:
-    """A key-value store for the tasks of a Slurm step. Rank 0 serves it on the first of the step's `nodes`."""
+    """Return a key-value store for the tasks of a Slurm step. Rank 0 serves it on the first of the step's `nodes`."""
     first, *others = expand_hosts(nodes)
     if others and os.environ.get("SLURMD_NODENAME", socket.gethostname()) == first:
-        # A host may resolve its own name to the loopback, where other hosts do not reach it.
+        # A host may resolve its own name to the loopback, which other hosts cannot reach.
         first = address_towards(others[0]) or first
     return serve_store(first, port) if rank == 0 else reach_store(first, port, _start_s())
 
 
 def launcher_store(launcher: Launcher) -> Any:
-    """The key-value store of a launcher's ranks. Raises UserError if this rank cannot reach or serve it.
+    """Return the key-value store of a launcher's ranks. Raises UserError if this rank cannot reach or serve it.
 
-    Except under torchrun and in a program's group, rank 0 serves the store to the end of its process: a slower rank may
-    still use it.
+    Torchrun and programs with a process group provide their own store. Otherwise rank 0 serves it until its process
+    ends, since a slower rank may still use it.
     """
     rank = launcher.rank or 0
     if launcher.store:
@@ -224,20 +232,20 @@ def launcher_store(launcher: Launcher) -> Any:
         store = _slurm_store(rank, step_nodes(os.environ), step_port(os.environ))
     else:
         store = _master_store(rank, *_master())
-    return PrefixStore(str(next(joins)), store)  # other keys for each world of this process
+    return PrefixStore(str(next(joins)), store)  # a new key prefix for each world of this process
 
 
 def _torchrun_store() -> Any:
-    """The key-value store of torchrun's agent, with other keys after each restart of the ranks."""
+    """Return the key-value store of torchrun's agent, with a new key prefix after each restart of the ranks."""
     host, port = _master()
     hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
-    store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
+    store = reach_store(host, port, 0, hint)  # no patience: the agent serves before it starts ranks
     return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @cache
 def _master_store(rank: int, host: str, port: int) -> Any:
-    """A key-value store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, as in torch's env:// rendezvous."""
+    """Return the key-value store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, as in torch's env:// rendezvous."""
     if rank == 0:
         return serve_store(host if _is_own(host) else None, port)
     hint = f"Rank 0 must serve at MASTER_ADDR={host}, MASTER_PORT={port}, and no other program: set both for all ranks."
@@ -245,9 +253,9 @@ def _master_store(rank: int, host: str, port: int) -> Any:
 
 
 def _is_own(host: str) -> bool:
-    """Whether the other ranks reach this host at the address to which `host` resolves here.
+    """Return whether the other ranks can reach this host at the address to which `host` resolves here.
 
-    They do not if that is a Kubernetes service's address, or the loopback, to which many hosts resolve their own name.
+    They cannot if it is a Kubernetes service's address, or the loopback, to which many hosts resolve their own name.
     """
     address = own_address_at(host)
     return address is not None and (host in ("localhost", address) or not is_loopback(address))
