@@ -122,7 +122,7 @@ def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
-    """Return whether this process reports mistakes that all processes detect before joining: rank 0 does."""
+    """Return whether this process, as rank 0, reports mistakes that all processes detect before joining."""
     try:
         launcher = find_launcher(environ)
         return launcher.rank in (None, 0) and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))

@@ -1,6 +1,6 @@
-"""Start and end of a rank's process. Commands call `run_as_rank(entry)`, programs `run_in_program(entry)`.
+"""Start and end a rank's process. Commands call `run_as_rank(entry)`; programs call `run_in_program(entry)`.
 
-ENDS has the exit status and the report for each kind of error, ACTIONS how the process ends.
+ENDS lists the exit status and the report for each error class. ACTIONS lists how the process then ends.
 
 Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
 notified of new hosts, joins the new world and calls `entry` again, which resumes after the last finished step.
@@ -47,7 +47,7 @@ from hvd_bert.errors import (
 )
 from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_running
 
-# An error, the rank's exit status, and its report: the first row that fits. A CollectiveError may have another status.
+# Error class, exit status and report; the first matching row applies. A CollectiveError has a status of its own.
 ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
     (CollectiveError, EXIT_BAD_INPUT, "hvd_bert: {error}"),
     (UserError, EXIT_BAD_INPUT, "hvd_bert: {where}{error}"),
@@ -60,7 +60,7 @@ ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
     ),
     (Exception, EXIT_FAILURE, "rank {rank} on {host} {failure}"),
 )
-# How a process ends after an error that all ranks have, and after an error of its own.
+# ACTIONS: how a process ends after an error that all ranks raise, and after an error of this rank alone.
 RAISE, EXIT, EXIT_SILENTLY, ABORT = "raise", "exit", "exit silently", "abort"
 ACTIONS = {
     "program": (RAISE, RAISE),
@@ -68,17 +68,17 @@ ACTIONS = {
     "rank that reports": (EXIT, ABORT),
     "rank that does not report": (EXIT_SILENTLY, ABORT),
 }
-# Mismatched collectives are a defect and would recur in the next world.
+# In messages of errors that end elastic training. Mismatched collectives would recur in the next world.
 _NOT_REPAIRED = ("ismatched", QUEUED_TOO_LATE)
-# In Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
+# In Horovod's and Gloo's messages after another rank has died. These errors are reported without a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
     """Join the world, call `entry(world)` and exit with 0. After an error, report it once and end all ranks.
 
-    `entry` must clean up itself, and close its files: an error of one rank alone skips `finally` blocks around this
-    call, and Python is not finalized. `records_timeline`: whether to prepare Horovod for a timeline of some steps.
+    `entry` must clean up and close its files itself: after an error of one rank alone, `finally` blocks around this
+    call do not run, and Python is not finalized. `records_timeline`: whether to prepare Horovod for a timeline.
     """
     _run(entry, strategy, records_timeline).end(EXIT_OK)
 
@@ -86,7 +86,7 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
 def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> None:
     """Run `entry` as `run_as_rank` does, but return afterwards.
 
-    A single process, and ranks of a process group that the program has initialized, raise errors without a report.
+    In a single process, and in a process group that the program has initialized, errors are raised without a report.
     """
     launcher = None if distributed.is_initialized() else find_launcher(os.environ)
     raises = launcher is None or (launcher.is_alone and not is_elastic(os.environ))
@@ -99,7 +99,7 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
 
 
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:
-    """Run `entry` to its end. Returns the world, which is still open. `raises`: errors are left to the program."""
+    """Run `entry`, and return the world, which is still joined. `raises`: whether to raise errors to the program."""
     keep_running()
     with suppress(UserError):  # `join` reports it
         watch_launcher(find_launcher(os.environ).row.is_watched)
@@ -113,7 +113,7 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
             logs.start(distributed.get_rank() if in_group else find_launcher(os.environ).rank or 0)
             world = join(strategy, process)
             logs.start(world.rank)  # may differ from the launcher's rank
-            with interruptible():  # the other ranks must not wait for this one
+            with interruptible():  # Ctrl-C must end the other ranks, too
                 world.set_up_device()
                 try:
                     entry(world)
@@ -130,12 +130,12 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
 
 
 def _leave_for_next_world(world: World, error: BaseException) -> bool:
-    """Leave a world of Horovod elastic if the remaining ranks form a new one after this error. Returns whether."""
+    """Leave a world of Horovod elastic if a new one can form after `error`. Returns whether it left."""
     from horovod.common.exceptions import HorovodInternalError
 
     if isinstance(error, HostsChanged):
         log.info("The hosts have changed: joining the new world.")
-    # Any failed collective may mean a lost rank.
+    # After any failed collective, a rank may be lost.
     elif isinstance(error, HorovodInternalError) and not any(words in str(error) for words in _NOT_REPAIRED):
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logs.report(f"rank {world.rank} on {world.host}: {reason}. Joining the world of the remaining ranks.")
@@ -147,7 +147,7 @@ def _leave_for_next_world(world: World, error: BaseException) -> bool:
 
 
 def _end(error: BaseException, world: World | None, raises: bool) -> None:
-    """End this process by ACTIONS, after a report by one rank. `world`: None before this process has joined."""
+    """Report `error` on one rank, and end this process as ACTIONS lists. `world`: None if no world was joined."""
     shared = isinstance(error, CollectiveError if world else UserError)
     status, report = _status_and_report(error, world)
     process = "rank that reports" if report else "rank that does not report"
@@ -170,7 +170,7 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
 
 
 def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:
-    """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports the error."""
+    """Return this rank's exit status and report from ENDS. The report is "" if another rank reports the error."""
     rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
     shown = (find_user_error(error) if isinstance(error, ImportError) else None) or error
     status, report = next((status, report) for kind, status, report in ENDS if isinstance(shown, kind))
@@ -186,7 +186,7 @@ def _status_and_report(error: BaseException, world: World | None) -> tuple[int, 
 
 
 def _failure(error: BaseException) -> str:
-    """Describe a failed rank's error, with a traceback unless another rank is gone."""
+    """Describe a rank's error, with a traceback unless the loss of another rank caused it."""
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _PEER_IS_GONE):
         return f"lost another rank: {text.splitlines()[0]}"
@@ -194,7 +194,7 @@ def _failure(error: BaseException) -> str:
 
 
 def join(strategy: str = "horovod", process: ProcessState | None = None) -> World:
-    """Join the launcher's world, for a strategy of `strategies.STRATEGIES`. Raises UserError if it cannot."""
+    """Join the launcher's world, with a strategy of `strategies.STRATEGIES`. Raises UserError if joining fails."""
     process = process or ProcessState()
     group = rendezvous.program_group()
     launcher = group or find_launcher(os.environ)

@@ -1,4 +1,4 @@
-"""The Slurm job around a process, from Slurm's variables and commands."""
+"""Facts about the surrounding Slurm job, from Slurm's variables and commands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvd_bert.distributed.launch import Launcher, LaunchError, number
 from hvd_bert.errors import UserError, short_reason
 
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
-_COMMAND_S = 60  # a busy controller answers late
-# Properties of a job, and Slurm's variables without their prefix. Memory is in MiB.
+_COMMAND_S = 60  # seconds; a busy controller is slow to answer
+# Properties of a job, and the Slurm variables that hold them, without SLURM_. Memory is in MiB.
 _JOB = {
     "id": "JOB_ID",
     "name": "JOB_NAME",
@@ -27,7 +27,7 @@ _JOB = {
 
 
 def step_nodes(environ: Mapping[str, str]) -> str:
-    """The nodes of this step in Slurm's notation, such as gpu[1-4],login. Raises UserError if they are unknown."""
+    """Return the nodes of this step in Slurm's notation, such as gpu[1-4],login. Raises UserError if unknown."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
@@ -35,7 +35,7 @@ def step_nodes(environ: Mapping[str, str]) -> str:
 
 
 def expand_hosts(listed: str) -> list[str]:
-    """The hosts in Slurm's notation, such as rack[0-3]_blade[0-1],login. Raises UserError if they are unknown."""
+    """Expand hosts in Slurm's notation, such as rack[0-3]_blade[0-1],login. Raises UserError if `scontrol` fails."""
     if "[" not in listed:
         return listed.split(",")
     reason = "`scontrol show hostnames` printed nothing"
@@ -51,13 +51,13 @@ def expand_hosts(listed: str) -> list[str]:
 
 
 def step_port(environ: Mapping[str, str]) -> int:
-    """A port for the tasks of this Slurm step, unlike those of other steps and jobs."""
+    """Return a port for the tasks of this Slurm step. Steps and jobs on the same host usually get different ports."""
     job, step = (number(environ, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 10_000 + (job * 1009 + step) % 20_000
 
 
 def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The known properties of the surrounding Slurm job, by the keys of _JOB and `array`; None without a job."""
+    """Return the known properties of the surrounding Slurm job: keys of _JOB, and "array"; None outside a job."""
     job = {key: environ[f"SLURM_{name}"] for key, name in _JOB.items() if f"SLURM_{name}" in environ}
     if "SLURM_ARRAY_JOB_ID" in environ:
         job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
@@ -65,14 +65,15 @@ def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
-    """The job's number of nodes, and the requested tasks per node; None without a request."""
+    """Return the job's number of nodes and requested tasks per node; the latter is None if not requested."""
     return number(environ, "SLURM_JOB_NUM_NODES", 1) or 1, number(environ, "SLURM_NTASKS_PER_NODE", 1)
 
 
 def requested_tasks(environ: Mapping[str, str]) -> int:
-    """The number of tasks of the surrounding Slurm job, or of the step if the job requested none per node.
+    """Return the number of tasks that the surrounding Slurm job requested; 1 outside a job.
 
-    Slurm's default is one task per node. 1 in a sweep, which also trains on fewer ranks than the job has tasks.
+    This is SLURM_NTASKS, which inside srun counts the step's tasks, or Slurm's default of one task per node. It is at
+    least the requested tasks per node times the nodes. Returns 1 in a sweep, which may use fewer ranks than tasks.
     """
     if IN_SWEEP in environ:
         return 1
@@ -93,14 +94,14 @@ def check_tasks(launcher: Launcher, environ: Mapping[str, str]) -> None:
 def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Callable[[str], None]) -> str | None:
     """Requeue the surrounding Slurm job, if `mode` (--requeue) and the job allow it.
 
-    Returns None if it is requeued, a sentence on the reason if not, or "" without a job. `progress`: the steps of this
-    attempt, as text; "" prevents the requeue, since the next attempt would make none either. `announce`: prints a line
-    before Slurm ends the job.
+    Returns None if the job is requeued, or a sentence that states why it is not; "" outside a job and in a sweep.
+    `progress`: this attempt's steps as text. If it is "", the job is not requeued, since the next attempt would not
+    make progress either. `announce`: function that prints a line, called before Slurm ends the job.
     """
     job = find_job(environ)
     if job is None or IN_SWEEP in environ:
         return ""
-    name = job.get("array", job["id"])  # the number of an array's last task means the whole array
+    name = job.get("array", job["id"])  # the last task's job ID is that of the whole array
     try:
         reason = "--requeue no" if mode == "no" else _obstacle(_scontrol("show", "job", name))
         reason = reason or ("" if progress else "this attempt made no progress, so request more time")
@@ -114,9 +115,9 @@ def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Call
 
 
 def _obstacle(shown: str) -> str:
-    """The reason why a job must not be requeued, from the output of `scontrol show job`; "" if it may be."""
+    """Return why a job must not be requeued, or "". `shown`: the output of `scontrol show job`."""
     _, _, shown = shown.partition("\n")  # the first line ends with the job's name, which may look like another field
-    fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown)))  # the first of equal names: paths and comments are last
+    fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown)))  # the first of equal names wins: comments come last
     if "JobState" not in fields:
         return "`scontrol show job` did not print its state"
     if fields.get("BatchFlag") == "0":
@@ -129,7 +130,7 @@ def _obstacle(shown: str) -> str:
 
 
 def _scontrol(*words: str) -> str:
-    """The output of scontrol. Raises UserError if it fails."""
+    """Run scontrol, and return its output. Raises UserError if it fails."""
     try:
         done = subprocess.run(
             ["scontrol", *words], capture_output=True, text=True, errors="replace", timeout=_COMMAND_S
@@ -141,5 +142,5 @@ def _scontrol(*words: str) -> str:
     if done.returncode > 0:
         reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise UserError(f"`scontrol {words[0]}` failed: {reason}")
-    # A signal ended it, since Slurm is ending the job: its output may be cut.
+    # With a negative status, a signal ended scontrol because Slurm is ending the job: its output may be incomplete.
     return done.stdout if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""The world of torch.distributed's ranks, of any launcher or a program's group, for strategies other than Horovod's."""
+"""The world of torch.distributed's ranks, for strategies other than Horovod's, under any launcher or in a group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hvd_bert.distributed.interfaces import apply_setting, choose_interface
 from hvd_bert.distributed.launch import Launcher, checked_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
-# Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once,
-# and the watchdog a step that takes too long.
+# Long, since ranks wait while another rank writes a checkpoint or finishes its share of an evaluation. Gloo notices a
+# dead rank at once, and the watchdog ends a step that takes too long.
 TIMEOUT = timedelta(hours=2)
 
 
@@ -28,7 +28,10 @@ class DistributedWorld(World):
     controller = "torch.distributed"
 
     def __init__(self, rank: int, size: int, comm: Any = None, store: Any = None, own: Any = None) -> None:
-        """`store`: a key-value store of all ranks. `own`: a Gloo group for CPU tensors in a program's process group."""
+        """`store`: a key-value store of all ranks. `comm`: mpi4py's communicator of all ranks, if MPI started them.
+
+        `own`: a Gloo group for CPU tensors, if the program has initialized the default process group.
+        """
         self.rank, self.size, self._comm, self._store, self._own = rank, size, comm, store, own
         super().__init__()
         hosts = self.allgather(self.host)
@@ -37,7 +40,7 @@ class DistributedWorld(World):
 
     @staticmethod
     def join(group: Launcher | None = None) -> DistributedWorld:
-        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world."""
+        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks cannot form one world."""
         launcher = group or checked_launcher(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         interface = "GLOO_SOCKET_IFNAME"
@@ -49,7 +52,7 @@ class DistributedWorld(World):
             store = distributed.HashStore()  # type: ignore[attr-defined]  # missing in its type stubs
             choose_interface(os.environ, interface, [])
         else:
-            # horovodrun and MPI pass the other ranks' addresses in different ways. Horovod supports both.
+            # Meet through Horovod, which supports the different ways in which horovodrun and MPI share addresses.
             meeting = HorovodWorld.join()
             rank, size, comm = meeting.rank, meeting.size, meeting._comm
             others = [host for host in meeting.allgather(meeting.host) if host != meeting.host]
@@ -69,7 +72,7 @@ class DistributedWorld(World):
     def set_up_device(self) -> None:
         super().set_up_device()
         if self.size > 1:
-            # The watchdog needs another connection, since a thread may wait in the first one.
+            # The watchdog needs a connection of its own, since another thread may be waiting on the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
             self.watch(watchdog.configure_stall_limits(os.environ, elastic=False), store)
         if self.device.type == "cuda" and self._own is None:
@@ -77,12 +80,12 @@ class DistributedWorld(World):
                 self._join_again("cpu:gloo,cuda:nccl", self.device)
 
     def _join_again(self, backend: str, device: torch.device | None) -> None:
-        """Join again, now with this rank's device, so that NCCL connects at once.
+        """Initialize the process group again, with this rank's device, so that NCCL connects at once.
 
-        The first group has no NCCL, which would fail if two ranks have one GPU: `set_up_device` names these ranks.
+        The first group does not use NCCL, which would fail if two ranks share a GPU. `set_up_device` reports that.
         """
         store = distributed.PrefixStore("hvd_bert.devices", self._store)  # type: ignore[attr-defined]
-        rendezvous.exchange(store, self.rank, self.size, "host", "")  # all ranks are done with the first group
+        rendezvous.exchange(store, self.rank, self.size, "host", "")  # all ranks have finished with the first group
         distributed.destroy_process_group()
         distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT, device_id=device
@@ -108,7 +111,7 @@ class DistributedWorld(World):
             distributed.broadcast(tensor, src=root, group=self._group_for(tensor))
 
     def _group_for(self, tensor: torch.Tensor) -> Any:
-        """The group for a tensor; None for the default group."""
+        """Return the group for collectives on a tensor; None for the default group."""
         return self._own if tensor.device.type == "cpu" else None
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
@@ -123,7 +126,7 @@ class DistributedWorld(World):
         return count
 
     def close(self) -> None:
-        self.allgather(None)  # not distributed.barrier, which NCCL would do: only Gloo notices a dead rank at once
+        self.allgather(None)  # not distributed.barrier, which uses NCCL: only Gloo notices a dead rank at once
         self.leave()
 
     def leave(self) -> None:

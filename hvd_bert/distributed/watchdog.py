@@ -2,8 +2,8 @@
 
 Horovod's stall inspector (0.28.1) reports nothing under Gloo: its list of ranks is empty (`reserve` instead of `resize`
 in gloo_controller.cc). Under MPI it misses a frozen process, since its own thread waits for that rank, and a collective
-that hangs although all ranks have started it. So each rank also has a `Watchdog` with the inspector's limit. It finds
-out which ranks are waiting, and names the missing ones.
+that hangs although all ranks have started it. So each rank also has a `Watchdog` with the inspector's limit. It looks
+up which ranks are waiting, and reports the other ranks as missing.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hvd_bert.errors import EXIT_FAILURE
 DISABLED = "HOROVOD_STALL_CHECK_DISABLE"
 WARNS_AFTER = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 ENDS_AFTER = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-WARN_S, END_S = 120, 600  # seconds for a step's collectives; longer than compiling a model takes
-LONGEST_S = 2 * 3600.0  # seconds while one rank downloads, tokenizes, evaluates or writes
+WARN_S, END_S = 120, 600  # limits in seconds for a step's collectives; longer than compiling a model takes
+LONGEST_S = 2 * 3600.0  # limit in seconds while another rank downloads, tokenizes, evaluates or writes
 TURN_S = 6.0  # seconds between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
 ANSWER_S = 10.0  # limit for an answer of the store, which may be behind a dead link
 LISTED = "the tensors that Horovod lists above"
 
 
 def configure_stall_limits(environ: MutableMapping[str, str], elastic: bool) -> float:
-    """Set the limits of Horovod's inspector that the user has not set. Call before `hvd.init`.
+    """Set the time limits of Horovod's stall inspector, unless the user has. Call before `hvd.init`.
 
-    Returns the seconds after which a step's collective counts as stalled; infinite for never.
+    Returns the seconds after which a step's collective counts as stalled; infinity means never.
     """
-    if elastic:  # only a warning: the next world would wait for the stalled rank, too
+    if elastic:  # only warn: the next world would wait for the stalled rank, too
         environ.setdefault(WARNS_AFTER, str(END_S))
         return math.inf
     end = _seconds(environ.get(ENDS_AFTER, "0"))
@@ -44,20 +44,21 @@ def configure_stall_limits(environ: MutableMapping[str, str], elastic: bool) -> 
     warn = _seconds(environ.setdefault(WARNS_AFTER, str(fitting)))
     end = _seconds(environ.setdefault(ENDS_AFTER, str(max(END_S, 5 * warn))))
     disabled = _seconds(environ.get(DISABLED, "0")) > 0
-    return math.inf if disabled or end == 0 or end < warn else end  # Horovod ignores an end before the warning
+    return math.inf if disabled or end == 0 or end < warn else end  # Horovod ignores a shutdown before the warning
 
 
 def _seconds(text: str) -> int:
-    """Parse as Horovod does."""
+    """Parse a number of seconds as Horovod does: leading digits count, and anything else is 0."""
     number = re.match(r"\s*\+?(\d+)", text)
     return int(number[1]) if number else 0
 
 
 @dataclass
 class _Wait:
-    """A wait for other ranks. `number`: the same on all ranks. `deadline`: by `time.monotonic`.
+    """A wait of this rank for other ranks.
 
-    `names`: returns the tensors or collectives that have not arrived. `announced`: their names when this rank
+    `number`: the wait's number, which is equal on all ranks. `deadline`: a time of `time.monotonic`. `names`: function
+    that returns the names of the missing tensors or collectives. `announced`: these names at the time when this rank
     announced the wait; None before.
     """
 
@@ -75,8 +76,10 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], step_s: float, store: Any, abort: Callable[[int], Any]) -> None:
-        """`hosts`: one per rank. `step_s`: from `configure_stall_limits`. `store`: torch's, served by rank 0; without
-        one, all other ranks are reported as missing. `abort(status)` ends all ranks.
+        """`hosts`: the host of each rank. `step_s`: the limit for a step's collective, from `configure_stall_limits`.
+
+        `store`: a torch key-value store that rank 0 serves; if None, all other ranks are reported as missing. `abort`:
+        function that ends all ranks, called with the exit status.
         """
         self._rank, self._hosts, self.step_s, self._store, self._abort = rank, hosts, step_s, store, abort
         self._turn_s = TURN_S * min(rank, 10)
@@ -87,19 +90,19 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join(2 * ANSWER_S)
 
     @contextmanager
     def limit_wait(self, limit_s: float, names: Callable[[], Sequence[str]]) -> Iterator[None]:
-        """Limit a wait for other ranks in the block. `names`: see `_Wait`."""
+        """Context manager: limit a wait for other ranks to `limit_s` seconds. `names`: see `_Wait`."""
         self._number += 1
         wait = self._wait = _Wait(self._number, limit_s, time.monotonic() + limit_s, names)
         try:
             yield
         except RuntimeError as error:
-            # The inspector ended the wait first. A dead rank causes the same message, but at once.
+            # Horovod's inspector ended the wait first. A dead rank causes the same message, but sooner.
             if "Horovod has been shut down" in str(error) and time.monotonic() > wait.deadline - limit_s / 2:
                 self._wait = None
                 time.sleep(self._turn_s)
@@ -114,12 +117,12 @@ class Watchdog:
             now = time.monotonic()
             suspended_s, last = max(0.0, now - last - 2 * tick_s), now
             if wait := self._wait:
-                wait.deadline += suspended_s  # a suspended job (scontrol suspend) does not wait
+                wait.deadline += suspended_s  # time in a suspended job (scontrol suspend) does not count
                 if wait.announced is None and now > wait.deadline - 0.9 * wait.limit_s:
-                    self._announce(wait)  # early, so that all waiting ranks have done so when one asks
+                    self._announce(wait)  # early, so that all waiting ranks have announced it when one looks
                 if now > wait.deadline + self._turn_s:
                     self._end(wait)
-            del wait  # `names` may hold tensors
+            del wait  # `names` may keep tensors alive
 
     def _announce(self, wait: _Wait) -> None:
         try:
@@ -131,7 +134,7 @@ class Watchdog:
                 answered(lambda: self._store.set(_key(wait.number, self._rank), ""), ANSWER_S)
 
     def _missing(self, wait: int) -> Sequence[int]:
-        """The ranks that have not announced this wait."""
+        """Return the ranks that have not announced this wait."""
         ranks = range(len(self._hosts))
         if not self._store:
             return [rank for rank in ranks if rank != self._rank]
@@ -159,7 +162,7 @@ def _key(wait: int, rank: int) -> str:
 
 
 def answered(question: Callable[[], Any], limit_s: float) -> Any:
-    """The result of `question()`. Raises RuntimeError if it fails or takes longer than `limit_s`."""
+    """Return the result of `question()`. Raises RuntimeError if it fails or takes longer than `limit_s` seconds."""
     future: Future[Any] = Future()
 
     def ask() -> None:

@@ -38,8 +38,9 @@ ABORT_S = 20  # seconds that MPI_Abort may take
 
 
 class CollectiveError(UserError):
-    """An error that all ranks raise, so that they leave the world together. `mine`: whether this rank reports it; None:
-    rank 0 does.
+    """An error that all ranks raise, so that they leave the world together.
+
+    `status`: the exit status. `mine`: whether this rank reports the error; by default, rank 0 does.
     """
 
     def __init__(self, message: str, status: int = EXIT_BAD_INPUT, mine: bool | None = None) -> None:
@@ -49,19 +50,19 @@ class CollectiveError(UserError):
 
 
 class HostsChanged(Exception):
-    """Horovod elastic has hosts to add or remove. All ranks raise this after the same step."""
+    """Raised on all ranks, after the same step, if Horovod elastic has hosts to add or remove."""
 
 
 @dataclass(eq=False)
 class ProcessState:
-    """State of a process that outlives a world of Horovod elastic.
+    """State of a process across the successive worlds of Horovod elastic.
 
     Attributes:
-        generation: Number of earlier worlds.
+        generation: Number of worlds before the current one.
         hosts_changed: Whether Horovod has hosts to add or remove. Horovod notifies rank 0 once, from its own thread.
-        connections: TCP connections that Gloo has made in this world.
+        connections: TCP connections that Gloo has made in the current world.
         locks: Locks of the output folders in use.
-        last_state: The training's state after the last finished step.
+        last_state: Training state after the last finished step.
     """
 
     generation: int = 0
@@ -71,29 +72,31 @@ class ProcessState:
     last_state: Any = None
 
     def watch_hosts(self) -> None:
-        """Listen for changes of hosts from now on. Horovod knows earlier changes when a world forms."""
+        """Register for notifications of changed hosts. A new world already includes all earlier changes."""
         from horovod.common.elastic import notification_manager
 
         self.hosts_changed = False
-        notification_manager.init()  # like the next call, without effect the second time
+        notification_manager.init()  # repeating this call or the next has no effect
         notification_manager.register_listener(self)
 
     def on_hosts_updated(self, time: float, kind: int) -> None:
-        """Called by Horovod."""
+        """Note that Horovod has hosts to add or remove. Horovod calls this."""
         self.hosts_changed = True
 
 
 class World:
-    """Rank, size, device and collectives, here of a single process. All ranks must call a collective.
+    """Rank, size, device and collectives of a process; this class is the world of a single process.
+
+    Every rank must call each collective.
 
     Attributes:
-        rank, size: Number of this rank, and of all ranks.
-        local_rank, local_size: Number of this rank on its host, and of the host's ranks.
-        cross_rank: Number of this host.
+        rank, size: This process's rank, and the world size.
+        local_rank, local_size: This process's rank on its host, and the number of ranks on this host.
+        cross_rank: Number of this host, from 0.
         launcher: The launcher's name (launchers.py).
         controller: The library of the collectives: "mpi", "gloo", "torch.distributed" or "none".
-        device, devices: The device of this rank, and the number of GPUs that this rank uses.
-        elastic: Whether ranks may be lost or added.
+        device, devices: The main device of this rank, and the number of GPUs that it uses.
+        elastic: Whether training continues when ranks are lost or added.
         rank_infos: One RankInfo per rank.
         host_ranks: The ranks on this host.
     """
@@ -114,7 +117,7 @@ class World:
         self.host_ranks: tuple[int, ...] = (self.rank,)
 
     def set_up_device(self) -> None:
-        """Choose device and threads, and gather `rank_infos`. Raises CollectiveError if there are too few devices."""
+        """Choose device and CPU threads, and gather `rank_infos`. Raises CollectiveError if a device is unusable."""
         with self.raise_on_all_ranks():
             name, device_id = self._take_device()
         self.device = torch.device(name)
@@ -140,7 +143,7 @@ class World:
             ) from None
 
     def set_threads(self, num_threads: int | None) -> None:
-        """Set the CPU threads of this rank. None: OMP_NUM_THREADS, else a fair share of the cores."""
+        """Set the number of CPU threads. Default: OMP_NUM_THREADS or, if not set, an equal share of the cores."""
         here = [self.rank_infos[rank].cores for rank in self.host_ranks]
         torch.set_num_threads(
             num_threads or choose_threads(os.environ, share_cores(self.rank_infos[self.rank].cores, here, cpu_limit()))
@@ -148,14 +151,14 @@ class World:
 
     @property
     def gpus(self) -> list[torch.device]:
-        """The GPUs of this rank, its `device` first. With --strategy dp there may be several."""
+        """The GPUs of this rank, beginning with `device`. With --strategy dp there may be several."""
         if self.device.type != "cuda":
             return []
         return [self.device, *(torch.device("cuda", number) for number in range(1, self.devices))]
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts in rank order, each once."""
+        """The names of all hosts in rank order, without repetition."""
         return list(dict.fromkeys(info.host for info in self.rank_infos))
 
     @property
@@ -164,7 +167,7 @@ class World:
         return find_job(os.environ)
 
     def describe(self) -> list[str]:
-        """Describe the world, the Slurm job, and the ranks and devices of each host, as lines for the log."""
+        """Return log lines on the world, the Slurm job, and the ranks and devices of each host."""
         lines = [f"{self.size} rank(s) on {', '.join(self.hosts)}, {self.device.type}, controller {self.controller}"]
         if self.job:
             lines.append("Slurm job " + ", ".join(f"{key} {value}" for key, value in self.job.items()))
@@ -174,47 +177,51 @@ class World:
         return lines
 
     def allgather(self, value: Any) -> list[Any]:
-        """Gather a value from every rank, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         return [value]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Send the value of rank `root` to every rank."""
+        """Return the value of rank `root` on every rank."""
         return self.allgather(value if self.rank == root else None)[root]
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value from every rank, in rank order, on rank 0. Other ranks get an empty list."""
+        """Return the values of all ranks, in rank order, on rank 0. Other ranks get an empty list."""
         values = self.allgather(value)
         return values if self.rank == 0 else []
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up the ranks' tensors, which have the same shape and type."""
+        """Return the elementwise sum of the ranks' tensors, which must have the same shape and type."""
         return values
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
-        """Copy the tensors of rank `root` into those of the other ranks. Names, shapes and types must be equal."""
+        """Copy the tensors of rank `root` into those of the other ranks, with the same names, shapes and types."""
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
-        """Start a vote, one at a time: calling the result waits, and returns whether `mine` is true on any rank.
+        """Start a vote. Returns a function that waits, and returns whether `mine` is true on any rank.
 
-        The vote runs alongside the step's gradients, and not in a buffer with them, since its type differs.
+        Only one vote may run at a time. It runs alongside the step's gradients. Horovod does not fuse it with them,
+        since its type differs.
         """
         return lambda: mine
 
     def start_timeline(self, path: Path) -> None:
-        """Have Horovod record its timeline in a new file. On rank 0 only, and only with Horovod."""
+        """Start recording Horovod's timeline in a new file. Call on rank 0 only, and only with Horovod."""
 
     def stop_timeline(self) -> None:
-        """Close the timeline, and return when it is written. On rank 0 only."""
+        """Stop recording the timeline, and wait until the file is written. Call on rank 0 only."""
 
     def watch(self, stalled_after_s: float, store: Any) -> None:
-        """End the job, from now on, if a rank does not reach a step's collective. `store`: see `Watchdog`."""
+        """Start a watchdog, which ends the job if a collective takes longer than its limit.
+
+        `stalled_after_s`: the limit for a step's collective, in seconds. `store`: see `Watchdog`.
+        """
         hosts = [info.host for info in self.rank_infos]
         self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, store, self.abort)
 
     def limit_wait(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:
-        """Context manager: limit a wait for other ranks to the watchdog's time for a step, or `at_least_s`.
+        """Context manager: limit a wait for other ranks to the limit for a step or, if longer, `at_least_s` seconds.
 
-        `names` returns the missing tensors for the message.
+        `names`: function that returns the names of the missing tensors, for the report.
         """
         if self._watchdog is None:
             return nullcontext()
@@ -223,7 +230,7 @@ class World:
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise CollectiveError if a value differs between ranks, for example because hosts have different files."""
         everyone = self.allgather(dict(values))
-        for name in dict.fromkeys(chain(*everyone)):  # a rank with other settings may have other names
+        for name in dict.fromkeys(chain(*everyone)):  # a rank with different settings may have different names
             value = everyone[0].get(name)
             for info, values_there in zip(self.rank_infos, everyone, strict=True):
                 theirs = values_there.get(name)
@@ -235,10 +242,10 @@ class World:
 
     @contextmanager
     def raise_on_all_ranks(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
-        """Context manager: turn a user's mistake that one rank finds into a CollectiveError on all ranks.
+        """Context manager: turn an error that a user can fix, on any rank, into a CollectiveError on all ranks.
 
         The block must not contain a collective, in which the other ranks would wait for the failed rank. Equal warnings
-        of several ranks become one line with the list of ranks.
+        of several ranks become one line with a list of the ranks.
         """
         message = None
         with logs.collected() as warnings:
@@ -264,39 +271,42 @@ class World:
 
     @contextmanager
     def writing(self, flag: str, path: Path, status: int = EXIT_FAILURE) -> Iterator[bool]:
-        """Context manager for writes to a flag's path by rank 0, where it yields True. An OSError ends all ranks."""
+        """Context manager in which rank 0 writes the output `path` that `flag` names. Yields whether this is rank 0.
+
+        An OSError in the block becomes a CollectiveError on all ranks.
+        """
         with self.raise_on_all_ranks(status), writing_to(flag, path):
             yield self.rank == 0
 
     def close(self) -> None:
-        """Leave the world, once all ranks have called this."""
+        """Leave the world after all ranks have called this."""
         self.leave()
 
     def leave(self) -> None:
-        """Leave a world whose other ranks may be gone, and release its locks."""
+        """Leave the world without waiting for other ranks, which may be gone, and release its locks."""
         if self._watchdog:
             self._watchdog.close()
         while self.process.locks:
             self.process.locks.popitem()[1].release()
 
     def end(self, status: int) -> NoReturn:
-        """Leave the world, once all ranks have called this, and end this process without finalizing Python.
+        """Leave the world after all ranks have called this, and end this process without finalizing Python.
 
         During finalization, Python aborts the process (status 134) if a thread returns from torch or frees its last
-        tensor (pytorch#117762, pytorch#190489). Torch's Gloo has such threads while anything holds a group, as FSDP's
-        mesh does.
+        tensor (pytorch#117762, pytorch#190489). Torch's Gloo has such threads as long as a process group is referenced,
+        as by FSDP's mesh.
         """
         self.close()
         atexit.register(end_process, status)
         sys.exit(status)
 
     def abort(self, status: int) -> NoReturn:
-        """Kill all ranks at once: by MPI_Abort, or by exiting, upon which the launcher kills the others."""
+        """End all ranks at once: with MPI_Abort or, without MPI, by exiting, so that the launcher ends the others."""
         logs.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         if mpi := running_mpi():
-            signal.alarm(ABORT_S)  # without a network, MPI_Abort would not return
+            signal.alarm(ABORT_S)  # MPI_Abort may hang if the network is down
             try:
                 # MPI_Abort makes Slurm kill the step at once. srun then drops output that has not reached it, often the
                 # last lines of a traceback (seen with Slurm 22.05).
@@ -308,18 +318,18 @@ class World:
 
 
 def running_mpi() -> Any:
-    """The module mpi4py.MPI, if this process has initialized MPI and not finalized it; else None."""
+    """Return the module mpi4py.MPI if this process has initialized MPI and not finalized it; otherwise None."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process after all other exit functions have run. Open files are not flushed."""
+    """Run all other exit functions, flush standard output and error, and end this process without closing files."""
     atexit.unregister(end_process)
     try:
         atexit._run_exitfuncs()
         if mpi := running_mpi():
-            mpi.Finalize()  # else mpirun reports this rank as crashed
+            mpi.Finalize()  # otherwise mpirun reports a crash
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
