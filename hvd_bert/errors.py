@@ -91,7 +91,7 @@ def _environment_remedy() -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """Shorten a library's error to one line of about MAX_REASON characters, cut after a sentence or with "..."."""
+    """Return a library's error as one line. Text beyond MAX_REASON is cut after a sentence or replaced with "..."."""
     text = " ".join(str(error).split()).removesuffix(".")
     if len(text) > MAX_REASON:
         text = text[:MAX_REASON].rpartition(". ")[0] or text[:MAX_REASON] + "..."

@@ -1,4 +1,4 @@
-"""The machine's processor and free memory, and the versions of installed packages."""
+"""The machine's processor, memory and CPU limit, and the versions of installed packages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Events:
     """The event file of the current run. `begin` opens it, and writes the events that were added earlier."""
 
     def __init__(self) -> None:
-        self._early: deque[dict[str, Any]] = deque(maxlen=100)  # events before `begin`
+        self._early: deque[dict[str, Any]] = deque(maxlen=100)  # events added before `begin`
         self._path: Path | None = None
         self._file: JsonLines | None = None
 

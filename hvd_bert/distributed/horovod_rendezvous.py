@@ -68,11 +68,11 @@ def serve_horovod(launcher: Launcher) -> dict[str, str]:
 
 
 def join_horovodrun() -> dict[str, str]:
-    """Return the variables that a rank of horovodrun needs in addition to horovodrun's, to join over Gloo.
+    """Return the variables with which a rank of horovodrun joins a further world over Gloo; {} for its first world.
 
-    They are needed from this process's second world on: horovodrun's server still has the addresses of the first world,
-    so rank 0 starts another one. Otherwise returns {}, as it does over MPI and under Horovod elastic. Raises UserError
-    if horovodrun cannot be reached, since Horovod would abort the process.
+    horovodrun's server still has the first world's addresses, so rank 0 starts another server for each further world.
+    Returns {} over MPI and under Horovod elastic. Raises UserError if horovodrun cannot be reached, since Horovod would
+    abort the process.
     """
     number, horovodrun = next(joins), horovodrun_address(os.environ)
     if horovodrun is None:  # the ranks meet over MPI

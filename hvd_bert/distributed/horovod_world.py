@@ -133,14 +133,14 @@ class HorovodWorld(World):
         with self._guard_slow_wait():
             if self._comm is not None:
                 return list(self._comm.allgather(value))
-            # Without a name Horovod 0.28 uses the value's type, and ranks with different types would hang.
+            # Without a name, Horovod 0.28 uses the value's type as the name: ranks with different types would hang.
             return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
 
     def gather(self, value: Any) -> list[Any]:
         if self.size > 1 and self._comm is not None:
             with self._guard_slow_wait():
                 return list(self._comm.gather(value) or ())
-        return super().gather(value)  # Horovod has no gather
+        return super().gather(value)  # Horovod does not provide gather
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
@@ -224,7 +224,7 @@ def _check_own_name() -> None:
     """Raise UserError if Horovod's Gloo cannot listen at the address of this host's own name."""
     where = horovodrun_address(os.environ)
     address = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
-    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # perhaps several names of one host
+    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # these may be several names of one host
     check_own_name(address, beyond_this_host=several and address is not None and not is_loopback(address))
 
 

@@ -46,7 +46,7 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
     """
     if setting in addresses:
         return setting
-    with suppress(ValueError):  # neither an interface nor a subnet
+    with suppress(ValueError):  # `setting` is not a subnet either
         subnet = ipaddress.ip_network(setting, strict=False)
         for name, own in addresses.items():
             if any(ipaddress.ip_address(address) in subnet for address in own):

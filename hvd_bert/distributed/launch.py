@@ -167,7 +167,7 @@ def is_nested(
         return False
     if launcher.name == "horovodrun":
         return True
-    # An mpirun outside srun starts its daemons by srun, so their ranks have a step's variables without being nested.
+    # mpirun starts its daemons on other nodes by srun, so their ranks have a step's variables without being nested.
     return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
 
 
@@ -192,7 +192,7 @@ def _has_two_worlds(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _has_only_rank(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Return whether RANK is set without a world size. RANK=0 alone is accepted, since it may be left over."""
+    """Return whether RANK is set without WORLD_SIZE. RANK=0 alone is accepted, since it may be left over."""
     rank, others = environ.get("RANK"), any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
     return launcher.name == "none" and bool(rank) and (others or rank != "0")
 

@@ -1,4 +1,4 @@
-"""The table of launchers: their variables, how their ranks meet, and their commands.
+"""The table of launchers: their variables, how their ranks find each other, and their commands.
 
 To add a launcher, add its row here and a row to tests/unit/test_launch.py.
 """
@@ -53,7 +53,7 @@ class LauncherRow:
         variables: Names of its size variable, rank variable and variables that only it sets; one tuple per MPI library.
         store: Server of the ranks' key-value store (AGENT, FIRST_NODE or MASTER); "" if there is none.
         by_mpi: Whether MPI connects Horovod's ranks.
-        is_watched: Whether ranks stop when the launcher, their parent process, ends. If killed, it does not stop them.
+        is_watched: Whether ranks stop when the launcher, their parent process, ends. A killed one cannot end them.
         each_status_counts: Whether each rank must exit with the run's status, because nothing waits for all ranks.
         spans_job: Whether it starts ranks on all nodes of the surrounding Slurm job.
         takes_hosts: Whether it accepts a list of hosts (-H).
@@ -109,7 +109,7 @@ def srun(options: LaunchOptions) -> list[str]:
     return [*words, *options.extra, *options.train]
 
 
-# Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
+# Most specific first: an mpirun inside srun inherits Slurm's variables, but srun does not inherit mpirun's.
 LAUNCHERS = {
     # Only torchrun sets TORCHELASTIC_RUN_ID.
     "torchrun": LauncherRow(

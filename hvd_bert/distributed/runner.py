@@ -101,7 +101,7 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:
     """Run `entry`, and return the world, which is still joined. `raises`: whether to raise errors to the program."""
     keep_running()
-    with suppress(UserError):  # `join` reports it
+    with suppress(UserError):  # `join` raises it again
         watch_launcher(find_launcher(os.environ).row.is_watched)
     if records_timeline:
         ready_for_timeline(os.environ)
@@ -211,7 +211,7 @@ def _together(strategy: str, process: ProcessState, launcher: Launcher, group: L
     if STRATEGIES[strategy].world == HOROVOD:
         world = HorovodWorld.join(group, process)
     else:
-        from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
+        from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's strategy does not need it
 
         world = DistributedWorld.join(group)
     requested = requested_tasks(os.environ)
@@ -236,7 +236,7 @@ def _alone(strategy: str, launcher: Launcher) -> World:
             " process without a launcher, or choose another strategy."
         )
     world = World()
-    world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
+    world.elastic = is_elastic(os.environ)  # refused later: only Horovod supports elastic training
     if STRATEGIES[strategy].several_gpus:
         world.devices = torch.cuda.device_count()
         if world.devices < 2:

@@ -23,7 +23,7 @@ from hvd_bert.errors import log
 from hvd_bert.streams import in_main_thread
 
 if TYPE_CHECKING:
-    from hvd_bert.distributed.world import World  # imports torch
+    from hvd_bert.distributed.world import World  # for type checking only, since it imports torch
 
 # Sent by schedulers that end or preempt a job, Ctrl-C, job scripts (submitit sends SIGUSR2) or a closing terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

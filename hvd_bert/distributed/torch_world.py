@@ -66,7 +66,7 @@ class DistributedWorld(World):
             return DistributedWorld(rank, size, store=store, own=own)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         world = DistributedWorld(rank, size, comm, store)
-        world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
+        world.elastic = is_elastic(os.environ)  # refused later: only Horovod supports elastic training
         return world
 
     def set_up_device(self) -> None:
@@ -131,6 +131,6 @@ class DistributedWorld(World):
 
     def leave(self) -> None:
         super().leave()
-        if distributed.is_initialized():  # not if NCCL failed to connect
+        if distributed.is_initialized():  # false if NCCL failed to connect
             distributed.destroy_process_group(self._own)  # None: the default group
-            self._own = None  # closes its connections
+            self._own = None  # frees the group, which closes its connections

@@ -26,8 +26,8 @@ WARNS_AFTER = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 ENDS_AFTER = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARN_S, END_S = 120, 600  # limits in seconds for a step's collectives; longer than compiling a model takes
 LONGEST_S = 2 * 3600.0  # limit in seconds while another rank downloads, tokenizes, evaluates or writes
-TURN_S = 6.0  # seconds between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
-ANSWER_S = 10.0  # limit for an answer of the store, which may be behind a dead link
+TURN_S = 6.0  # seconds between two ranks' reports: after one rank ends, a launcher ends the others within 5 s
+ANSWER_S = 10.0  # limit in seconds for an answer of the store, whose host may be unreachable
 LISTED = "the tensors that Horovod lists above"
 
 

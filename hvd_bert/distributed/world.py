@@ -34,7 +34,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, UserError, find_user_e
 from hvd_bert.machine import cpu_limit
 from hvd_bert.storage.writing import writing_to
 
-ABORT_S = 20  # seconds that MPI_Abort may take
+ABORT_S = 20  # limit in seconds for MPI_Abort
 
 
 class CollectiveError(UserError):
@@ -312,7 +312,7 @@ class World:
                 # last lines of a traceback (seen with Slurm 22.05).
                 if "SLURM_STEP_ID" in os.environ:
                     time.sleep(1)
-            finally:  # also after Ctrl-C
+            finally:  # even if Ctrl-C interrupts the sleep
                 mpi.COMM_WORLD.Abort(status)
         os._exit(status)
 

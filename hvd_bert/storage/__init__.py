@@ -1,1 +1,1 @@
-"""Files that processes share or that must survive a crash: locks, atomic writes, limited reads."""
+"""Files that processes share or that must survive a crash: locks, atomic writes, size-limited reads."""
