@@ -20,7 +20,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: every command imports this file, and importing torch takes seconds."""
+    """Return a public name. Its module is imported here, not at the top, since importing torch takes seconds."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

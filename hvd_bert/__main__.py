@@ -4,7 +4,7 @@
     horovodrun -np 4 hvd-bert train --config sample
     hvd-bert --help                                     lists the commands
 
-`--help` prints the table COMMANDS.
+`--help` prints the table COMMANDS and the exit statuses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the console script `hvd-bert`. Replaces this process with the command, or returns the exit status."""
+    """Replace this process with the command that sys.argv names, or print help. Returns the exit status."""
     start_command()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in COMMANDS:

@@ -19,7 +19,7 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: the reader of a command that only prints has ended
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: a command that only prints has lost its reader
 EXIT_TERMINATED = 143  # 128 + SIGTERM, as in a shell; used for a second SIGTERM
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 STATUSES = {
@@ -37,7 +37,7 @@ STATUSES = {
 
 
 def visible(text: str) -> str:
-    """Replace control characters and lone surrogates with Python's escape sequences."""
+    """Replace control characters, except tab and newline, and lone surrogates with Python's escape sequences."""
     return _INVISIBLE.sub(lambda character: repr(character[0])[1:-1], text)
 
 
@@ -71,7 +71,8 @@ def find_user_error(error: BaseException) -> UserError | None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
-    library = getattr(error, "path", None) or str(error).partition(":")[0]  # ctypes's OSError has no path
+    # The text of ctypes's OSError begins with the path.
+    library = getattr(error, "path", None) or str(error).partition(":")[0]
     if isinstance(error, ImportError | OSError) and library.endswith(".so"):
         remedy = "Load the modules that were loaded at set-up, or reinstall this package."
         return UserError(f"{library} cannot be loaded ({error}). {remedy}")

@@ -214,7 +214,10 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def reach() -> None:
-    """Raise an exception if the hub does not answer within 10 s. The libraries themselves would retry for minutes."""
+    """Raise an exception if HF_HUB_OFFLINE is set, or if the hub does not answer within 10 s.
+
+    The libraries themselves would retry for minutes.
+    """
     import datasets
     import huggingface_hub
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_command() -> None:
-    """Make SIGINT and a failed import end this process without a traceback. Call before the other imports."""
+    """Make SIGINT and missing packages end this process without a traceback. Call before the other imports."""
     end_when_interrupted()
     sys.excepthook = _end_without_package
 
@@ -39,8 +39,8 @@ def _end_without_package(kind: type[BaseException], error: BaseException, traceb
 
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
-    """Join the world and run `main` on every rank. `parse` parses the command line, and handles --help."""
-    from hvd_bert.config import command_line  # needs yaml, whose absence the doctor reports
+    """Join the world, run `main` on this rank, and exit. `parse`: parses the command line, and prints --help."""
+    from hvd_bert.config import command_line  # imported late: it needs yaml, and the doctor must start without it
 
     take_local_rank()
     argv = [part for word in sys.argv[1:] for part in (word.split("=") if word.startswith("--help=") else [word])]
@@ -58,7 +58,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a single-process command and return its exit status. Under a launcher, one rank prints a UserError."""
+    """Run a single-process command, and return its exit status. If it raises a UserError, one rank prints it."""
     try:
         return command() or EXIT_OK
     except Exception as error:

@@ -23,17 +23,18 @@ from typing import Any
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED
 
-PATIENCE_S = 60.0  # for a reader: horovodrun --gloo stops reading, with its pipe open, once its output is lost
+# Limit for a write. If horovodrun --gloo loses its own output, it stops reading the pipe without closing it.
+PATIENCE_S = 60.0
 INTERRUPTED = "hvd_bert: interrupted"
 
 
 def keep_running() -> None:
-    """Drop later output that cannot be written, with one warning. For commands that do more than print."""
+    """Drop all later output to a lost stream, and warn once if it is stdout. For commands that do more than print."""
     _replace_streams(ends=False)
 
 
 def end_when_lost() -> None:
-    """End this process at the next write after standard output is lost. For commands that only print."""
+    """Make the next write to a lost standard output end this process. For commands that only print."""
     _replace_streams(ends=True)
 
 
@@ -114,7 +115,7 @@ def end_when_interrupted() -> None:
 
 def _end_interrupted(command: int, number: int, frame: FrameType | None) -> None:
     if os.getpid() == command:  # not in a forked child
-        _write_error(f"{INTERRUPTED}\n")  # the reader, such as `tee`, may have ended too
+        _write_error(f"{INTERRUPTED}\n")  # not print, which would raise if the reader, such as `tee`, has ended
     os._exit(EXIT_INTERRUPTED)
 
 

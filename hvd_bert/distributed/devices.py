@@ -45,7 +45,7 @@ def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]], li
 
 
 def choose_threads(environ: Mapping[str, str], share: int) -> int:
-    """Return the threads per rank: OMP_NUM_THREADS or, if not set, `share`, limited to Slurm's --cpus-per-task.
+    """Return OMP_NUM_THREADS or, if it is not set, the smaller of `share` and Slurm's --cpus-per-task.
 
     A variable is ignored if it is not a number from 1 to MAX_THREADS.
     """
@@ -61,7 +61,7 @@ def _parse_threads(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Host, device and cores of a rank. `device_id`: the GPU's ID, equal in all processes; None on a CPU."""
+    """Host, device and cores of a rank. `device_id`: `physical_id` of its GPU, equal in all processes; None on a CPU."""
 
     rank: int
     host: str
@@ -72,7 +72,7 @@ class RankInfo:
 
 
 def physical_id(gpu: Any) -> str:
-    """Return a GPU's UUID or, for a MIG instance, its GPU's PCI address. `gpu`: torch's device properties."""
+    """Return the UUID of a GPU or, for a MIG instance, the PCI address of its GPU. `gpu`: torch's device properties."""
     if "MIG" in gpu.name and hasattr(gpu, "pci_bus_id"):  # older versions of torch lack pci_bus_id
         return f"PCI {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
     return str(gpu.uuid)

@@ -1,4 +1,4 @@
-"""The event file events.jsonl in a run's folder: starts with their environment, warnings, and reasons of early ends.
+"""The event file events.jsonl in a run's folder. It records each start, warnings, and why the run ended early.
 
 Rank 0 writes it. Another rank that ends early adds its reason, if it can access the folder.
 """
@@ -51,7 +51,7 @@ class Events:
     def failed(self, reason: str) -> None:
         """Record why this rank ends early, if a run has begun."""
         with suppress(OSError):
-            if self._file is None and self._path is not None and self._path.exists():  # from rank 0
+            if self._file is None and self._path is not None and self._path.exists():  # rank 0 has created it
                 self._file = JsonLines(self._path)
             if self._file is not None:
                 self.add("end", message=reason)
@@ -68,7 +68,7 @@ begin, add, failed, end = _events.begin, _events.add, _events.failed, _events.en
 
 
 def command() -> str:
-    """Return the command line of this process."""
+    """Return this process's command line, quoted for a shell, with `python` as the interpreter."""
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 

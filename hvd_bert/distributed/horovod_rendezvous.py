@@ -26,7 +26,7 @@ class AddressServer:
 
         host = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
         server = RendezvousHTTPServer((host, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
-        server.init([])  # without horovodrun's list of ranks, which it does not need
+        server.init([])  # an empty list of ranks: serving addresses does not need it
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.address = (host, int(server.server_port))
 
@@ -57,7 +57,10 @@ def _address_env(host: str, port: int | str) -> dict[str, str]:
 
 
 def serve_horovod(launcher: Launcher) -> dict[str, str]:
-    """Return horovodrun's variables for a rank of another launcher that has a store. Rank 0 starts the server."""
+    """Meet the other ranks in the launcher's store, and return the variables that horovodrun would set for this rank.
+
+    Rank 0 starts the server. `meet` sets HOROVOD_GLOO_IFACE.
+    """
     rank, store = launcher.rank or 0, launcher_store(launcher)
     hosts = meet(store, launcher, "HOROVOD_GLOO_IFACE")
     if rank == 0:
@@ -68,11 +71,11 @@ def serve_horovod(launcher: Launcher) -> dict[str, str]:
 
 
 def join_horovodrun() -> dict[str, str]:
-    """Return the variables with which a rank of horovodrun joins a further world over Gloo; {} for its first world.
+    """Check that horovodrun can be reached over Gloo, and return the variables that a rank needs for its next world.
 
-    horovodrun's server still has the first world's addresses, so rank 0 starts another server for each further world.
-    Returns {} over MPI and under Horovod elastic. Raises UserError if horovodrun cannot be reached, since Horovod would
-    abort the process.
+    For a process's first world, over MPI and under Horovod elastic this is {}. horovodrun's server keeps the first
+    world's addresses, so rank 0 starts another server for each further world, and all ranks get its address. Raises
+    UserError if horovodrun cannot be reached, since Horovod would abort the process.
     """
     number, horovodrun = next(joins), horovodrun_address(os.environ)
     if horovodrun is None:  # the ranks meet over MPI

@@ -36,7 +36,7 @@ from hvd_bert.distributed.rendezvous import world_store
 from hvd_bert.distributed.world import CollectiveError, ProcessState, World
 from hvd_bert.errors import UserError, log
 
-ASK_S = 5.0  # seconds between checks, during a wait for an operation, that Horovod's thread still runs
+ASK_S = 5.0  # seconds between checks of Horovod's thread while this rank waits for an operation
 # Elastic training ends with this error: Horovod keeps the operation, which would disturb this process's next world.
 QUEUED_TOO_LATE = "Horovod has been shut down while this rank queued an operation"
 
@@ -74,7 +74,7 @@ class HorovodWorld(World):
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         with _loading():
             import horovod.torch as hvd
-            import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides why its library fails
+            import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides why its library fails to load
         served = launcher.has_store and not launcher.row.by_mpi and not launcher.is_alone
         if served:
             os.environ.update(serve_horovod(launcher))
@@ -110,7 +110,7 @@ class HorovodWorld(World):
             self.watch(self._stalled_after_s, self._store())
 
     def _store(self) -> Any:
-        """Return a key-value store for the watchdog; None if a rank cannot reach it."""
+        """Return a key-value store for the watchdog; None, with a warning, if a rank cannot reach it."""
         try:
             return world_store(self, "HOROVOD_GLOO_IFACE")
         except CollectiveError as error:  # raised on all ranks; training works without a store
@@ -158,7 +158,7 @@ class HorovodWorld(World):
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         if self.size == 1:
             return lambda: mine
-        flag = torch.tensor([int(mine)], dtype=torch.int32)
+        flag = torch.tensor([int(mine)], dtype=torch.int32)  # Horovod does not fuse integers with the gradients
         handle = self._hvd.allreduce_async(flag, op=self._hvd.Sum, name="hvd_bert.vote")
 
         def count() -> bool:
@@ -224,7 +224,7 @@ def _check_own_name() -> None:
     """Raise UserError if Horovod's Gloo cannot listen at the address of this host's own name."""
     where = horovodrun_address(os.environ)
     address = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
-    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # these may be several names of one host
+    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # counts host names, and a host may have several
     check_own_name(address, beyond_this_host=several and address is not None and not is_loopback(address))
 
 
@@ -234,7 +234,8 @@ def _pause_between_polls(process: ProcessState) -> None:
     In Horovod 0.28.1, `synchronize` (horovod/torch/mpi_ops.py) calls `WaitAndClear` (horovod/torch/mpi_ops_v2.cc),
     which polls without pauses and has no setting for them. On CPUs this takes time from Horovod's own thread, which
     sends the gradients, and from other ranks on the same cores. Apply it under Gloo only: MPI's own thread polls as
-    well, so that sleeping makes steps slower (tests of four ranks on two cores: Gloo 72 to 41 s, MPI 50 to 63 s).
+    well, so sleeping makes steps slower. In tests of four ranks on two cores, it changed the time under Gloo from 72
+    to 41 s, and under MPI from 50 to 63 s.
     """
     from horovod.torch.mpi_ops import mpi_lib
 
@@ -253,7 +254,7 @@ def _pause_between_polls(process: ProcessState) -> None:
                     asked, ended = time.monotonic(), not _is_running()
             wait(handle)
         except RuntimeError:
-            # Not later: closing this rank's files may wait for a checkpoint, and other ranks would wait for this rank.
+            # Disconnect before files are closed, which may wait for a checkpoint: other ranks would wait for this rank.
             disconnect(process)
             raise
 

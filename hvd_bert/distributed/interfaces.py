@@ -145,7 +145,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address_at(name: str) -> str | None:
-    """Return the first address of this host to which `name` resolves, as Gloo does; None if there is none."""
+    """Resolve `name`, and return the first address that belongs to this host, as Gloo does; None if there is none."""
     try:
         found = [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):  # an unknown or malformed name

@@ -97,7 +97,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
     launcher, size_name, rank_name, *_ = found[0]
     if found[-1][0] == BY_TORCH and environ[size_name] == "1" and environ["WORLD_SIZE"] != "1":
-        launcher, size_name, rank_name = found[-1]  # one launch per node; torch's variables have the whole world
+        launcher, size_name, rank_name = found[-1]  # one process per node was launched; torch's variables cover all
     size, rank = number(environ, size_name, 1), number(environ, rank_name)
     if rank is not None and size is not None and rank >= size:
         raise UserError(
@@ -113,7 +113,7 @@ def _variables() -> list[tuple[str, ...]]:
 
 
 def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the world sizes in other launchers' variables, by variable, except 1 and this launcher's size."""
+    """Return {variable: world size} for launcher variables that contradict `launcher`. Sizes 0 and 1 are ignored."""
     names = dict.fromkeys(size for _, size, *_ in _variables())
     if launcher.row.by_mpi:
         del names["SLURM_STEP_NUM_TASKS"]  # these tasks may be daemons of mpirun or flux, not ranks
@@ -122,7 +122,11 @@ def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
-    """Return whether this process, as rank 0, reports mistakes that all processes detect before joining."""
+    """Return whether this process reports the mistakes that all processes detect before joining.
+
+    Rank 0 does, and so does a process whose rank is unknown. If each srun task has started a launcher, only the rank 0
+    of the first task does.
+    """
     try:
         launcher = find_launcher(environ)
         return launcher.rank in (None, 0) and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
@@ -131,7 +135,10 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
 
 
 def speaks_for_host(environ: Mapping[str, str]) -> bool:
-    """Whether this process reports an error before joining: a host's first rank, or any without a local rank."""
+    """Return whether this process reports its errors before joining.
+
+    The first rank of each host does, and every process without a launcher or a variable for its local rank.
+    """
     try:
         alone = find_launcher(environ).is_alone
     except UserError:
@@ -247,12 +254,12 @@ def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def gloo_timeout_s(environ: Mapping[str, str]) -> int:
-    """Return how many seconds started ranks may take to find each other over Gloo. Horovod reads the same variable."""
+    """Return how many seconds started ranks may take to find each other over Gloo: GLOO_TIMEOUT or its default."""
     return number(environ, GLOO_TIMEOUT, 1) or GLOO_TIMEOUT_S
 
 
 def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
-    """Raise Gloo's timeout for a large world, unless the user has set it.
+    """Increase Gloo's timeout for a large world, unless the user has set it.
 
     Each rank asks the launcher, a single Python process, for the addresses of all others, so the time grows with the
     square of the world size. Horovod elastic keeps the default, which determines how soon a lost host is noticed.

@@ -53,12 +53,12 @@ class LauncherRow:
         variables: Names of its size variable, rank variable and variables that only it sets; one tuple per MPI library.
         store: Server of the ranks' key-value store (AGENT, FIRST_NODE or MASTER); "" if there is none.
         by_mpi: Whether MPI connects Horovod's ranks.
-        is_watched: Whether ranks stop when the launcher, their parent process, ends. A killed one cannot end them.
+        is_watched: Whether ranks stop when the launcher, their parent process, ends. A killed launcher cannot end them.
         each_status_counts: Whether each rank must exit with the run's status, because nothing waits for all ranks.
         spans_job: Whether it starts ranks on all nodes of the surrounding Slurm job.
         takes_hosts: Whether it accepts a list of hosts (-H).
         command: Function that builds its command line; None if no tool here starts it.
-        remedy: How to install its program, which has its name; "" if it comes with torch.
+        remedy: How to install the program with the launcher's name; "" if it comes with torch or is not started here.
     """
 
     variables: tuple[tuple[str, ...], ...] = ()
@@ -79,7 +79,7 @@ def torchrun(options: LaunchOptions) -> list[str]:
     return [*words, f"--nproc-per-node={options.ranks}", *options.extra, *options.train[1:]]
 
 
-def horovodrun(options: LaunchOptions) -> list[str]:  # exports all variables without being told
+def horovodrun(options: LaunchOptions) -> list[str]:  # horovodrun exports all variables, so `exported` is not used
     words = ["horovodrun", "-np", str(options.ranks), *(["-H", options.hosts] if options.hosts else [])]
     return [*words, *without_cache(), *options.extra, *options.train]
 

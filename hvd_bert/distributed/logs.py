@@ -55,7 +55,7 @@ def _write(text: str, stream: TextIO) -> None:
 
 
 def report(text: str) -> None:
-    """Print the reason why this rank ends to standard error, without a time, and record it in events.jsonl."""
+    """Write `text`, the reason why this rank ends or leaves its world, to standard error and to events.jsonl."""
     _write(text, sys.stderr)
     events.failed(text)
 

@@ -17,6 +17,8 @@ from hvd_bert.errors import UserError
 def join(launcher: Launcher) -> Any:
     """Initialize MPI, and return an mpi4py communicator of all ranks. Call before `hvd.init`.
 
+    Raises UserError if MPI does not fit the launcher (`check_library`), or does not provide THREAD_MULTIPLE.
+
     If Horovod 0.28.1 initialized MPI, it would also finalize it when the first rank leaves, while other ranks still use
     it (segmentation faults). mpi4py finalizes it when the process ends.
     """
@@ -54,7 +56,7 @@ def _short(mpi: str) -> str:
 def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
     """Raise UserError if Horovod's world size differs from the launcher's: each rank might train in a world of one."""
     if launcher.name == ASKS_MPI and horovod_size == 1:
-        raise UserError(  # every rank reports it, as rank 0 of its own world
+        raise UserError(  # not a LaunchError, which only the launcher's rank 0 reports
             f"{mpi_ranks(environ)[0]} is set: a launcher of MPI started this process. But it set no size, and"
             " Horovod sees a world of one. Start with the launcher of the MPI that Horovod was built with. To train"
             " in this process alone: --strategy none."

@@ -1,7 +1,7 @@
-"""Rendezvous of the ranks in a key-value store, served in the way that the launcher supports.
+"""Rendezvous of the ranks in a key-value store. The launcher determines which process serves the store.
 
-A server listens only at the address that the other ranks use. If MASTER_ADDR is the address of a Kubernetes service, it
-listens at all addresses.
+The server listens only at the address that the other ranks use. If MASTER_ADDR does not resolve to such an address on
+rank 0's host, for example because it names a Kubernetes service, the server listens at all addresses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hvd_bert.distributed.watchdog import answered
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
 
-START_S = 300  # seconds to wait for ranks that start late; afterwards the group's own timeout applies
+START_S = 300  # seconds to wait until all ranks have started; then the process group's timeout applies
 MAX_PORT = 65535
 NOTICE_S = 10  # seconds until missing ranks are logged
 SAME_ADDRESS = (
@@ -51,7 +51,7 @@ joins = count()  # numbers the successive worlds that this process joins
 
 
 def program_group() -> Launcher | None:
-    """Return the torch.distributed process group that the program has initialized, with its store; None if it has none.
+    """Describe the program's torch.distributed process group as a Launcher; None if the program has initialized none.
 
     A run does not destroy this group. Call this once per join, since each call gives the store a new key prefix.
     """
@@ -127,9 +127,9 @@ def _start_s() -> int:
 
 
 def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[str]:
-    """Gather every rank's `value`, in rank order. Raises CollectiveError if some ranks do not start in time.
+    """Return every rank's `value`, in rank order. Raises CollectiveError if some ranks do not start in time.
 
-    `name`: a name for the values that is new in this store.
+    `name`: part of the values' keys. Each exchange in a store must have a different name.
     """
     keys = [f"hvd_bert.{name}.{other}" for other in range(size)]
 
@@ -158,15 +158,16 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
     """Return the host of each rank, and set a library's `variable` to this host's interface towards the other hosts.
 
     Host names need not resolve, since each rank shares the address through which it reaches the store. Raises
-    CollectiveError on all ranks if a rank does not start, has no such interface, or cannot listen with Horovod's Gloo.
+    CollectiveError if a rank does not start, has a different world size, has no such interface, or cannot listen with
+    Horovod's Gloo.
     """
     rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), store_host(store)
     described = exchange(store, rank, size, "host", f"{size} {here} {address_towards(server) or ''}")
     sizes, hosts, addresses = zip(*(text.split(" ") for text in described), strict=True)
     if len(set(sizes)) > 1:
         wrong = f"The ranks were started for worlds of {' and '.join(sorted(set(sizes)))}. Give all one size."
-        raise CollectiveError(wrong, mine=sizes.index(str(size)) == rank)  # ranks of smaller worlds do not see it
-    # Rank 0 may reach the store by the loopback: the others know a better address of it.
+        raise CollectiveError(wrong, mine=sizes.index(str(size)) == rank)  # the first rank of each size reports it
+    # Rank 0's own address may be the loopback, so the others use the address at which they reach the store.
     others = [server] if hosts[0] != here else []
     others += [address for host, address in zip(hosts[1:], addresses[1:], strict=True) if host != here and address]
     problem = ""
@@ -193,7 +194,8 @@ def store_host(store: Any) -> str:
 def world_store(world: World, variable: str) -> Any:
     """Return a key-value store for a world's ranks. Rank 0 serves it at a free port of the interface in `variable`.
 
-    Raises CollectiveError on all ranks if one of them cannot reach the store.
+    If `variable` is not set, rank 0 uses its address on the route to another host. Raises CollectiveError on all ranks
+    if one of them cannot reach the store.
     """
     others = [host for host in world.allgather(world.host) if host != world.host]
     store = None
@@ -255,7 +257,8 @@ def _master_store(rank: int, host: str, port: int) -> Any:
 def _is_own(host: str) -> bool:
     """Return whether the other ranks can reach this host at the address to which `host` resolves here.
 
-    They cannot if it is a Kubernetes service's address, or the loopback, to which many hosts resolve their own name.
+    They cannot if it is a Kubernetes service's address, or the loopback, to which many hosts resolve their own name. If
+    `host` itself is "localhost" or a loopback address, all ranks are on this host and can reach it.
     """
     address = own_address_at(host)
     return address is not None and (host in ("localhost", address) or not is_loopback(address))

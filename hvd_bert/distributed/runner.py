@@ -68,9 +68,9 @@ ACTIONS = {
     "rank that reports": (EXIT, ABORT),
     "rank that does not report": (EXIT_SILENTLY, ABORT),
 }
-# In messages of errors that end elastic training. Mismatched collectives would recur in the next world.
+# Words in messages of errors that end elastic training. Mismatched collectives would recur in the next world.
 _NOT_REPAIRED = ("ismatched", QUEUED_TOO_LATE)
-# In Horovod's and Gloo's messages after another rank has died. These errors are reported without a traceback.
+# Words in Horovod's and Gloo's messages after another rank has died. These errors are reported without a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -99,7 +99,10 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
 
 
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:
-    """Run `entry`, and return the world, which is still joined. `raises`: whether to raise errors to the program."""
+    """Join the world, run `entry`, and return the world, which is still joined. Errors are handled by `_end`.
+
+    Under Horovod elastic, this repeats for each new world. `raises`: whether to raise errors to the program.
+    """
     keep_running()
     with suppress(UserError):  # `join` raises it again
         watch_launcher(find_launcher(os.environ).row.is_watched)

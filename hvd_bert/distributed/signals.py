@@ -82,10 +82,10 @@ class StopRequests:
         self._received = CTRL_C if name in ("SIGINT", os.environ.get(BY_HOROVODRUN)) else name
 
     def _end_at_second(self, reader: int) -> None:
-        """End all ranks at a second signal. Runs in a thread, since long torch operations delay `_receive`."""
+        """End all ranks at a second SIGTERM or SIGINT. Runs in a thread: long torch operations delay `_receive`."""
         first: dict[int, float] = {}  # time of each signal's first arrival
         with open(reader, "rb", buffering=0) as numbers:
-            while (received := numbers.read(1)) and (number := received[0]):  # 0 is from `watched`
+            while (received := numbers.read(1)) and (number := received[0]):  # `watched` writes 0 to end this thread
                 now = time.monotonic()
                 if number in ENDING and number not in first:
                     first[number] = now

@@ -1,4 +1,4 @@
-"""Facts about the surrounding Slurm job, from Slurm's variables and commands."""
+"""Facts about the surrounding Slurm job, from Slurm's variables and commands, and requeueing of the job."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def step_port(environ: Mapping[str, str]) -> int:
 
 
 def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the known properties of the surrounding Slurm job: keys of _JOB, and "array"; None outside a job."""
+    """Return the properties in the Slurm job's variables, under keys of _JOB and "array"; None outside a job."""
     job = {key: environ[f"SLURM_{name}"] for key, name in _JOB.items() if f"SLURM_{name}" in environ}
     if "SLURM_ARRAY_JOB_ID" in environ:
         job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"

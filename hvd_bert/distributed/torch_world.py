@@ -61,7 +61,7 @@ class DistributedWorld(World):
             store = rendezvous.world_store(meeting, interface)
             meeting.close()
         if group is not None:
-            # Only gradients go through the program's group, which may lack Gloo, or have a short timeout.
+            # Collectives of CPU tensors and objects need Gloo and a long timeout, which the program's group may lack.
             own = distributed.new_group(backend="gloo", timeout=TIMEOUT)
             return DistributedWorld(rank, size, store=store, own=own)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -82,10 +82,10 @@ class DistributedWorld(World):
     def _join_again(self, backend: str, device: torch.device | None) -> None:
         """Initialize the process group again, with this rank's device, so that NCCL connects at once.
 
-        The first group does not use NCCL, which would fail if two ranks share a GPU. `set_up_device` reports that.
+        The first group does not use NCCL, which would fail if two ranks share a GPU. `set_up_device` checks that first.
         """
         store = distributed.PrefixStore("hvd_bert.devices", self._store)  # type: ignore[attr-defined]
-        rendezvous.exchange(store, self.rank, self.size, "host", "")  # all ranks have finished with the first group
+        rendezvous.exchange(store, self.rank, self.size, "host", "")  # waits until no rank uses the first group
         distributed.destroy_process_group()
         distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT, device_id=device

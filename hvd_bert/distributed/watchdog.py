@@ -44,7 +44,7 @@ def configure_stall_limits(environ: MutableMapping[str, str], elastic: bool) -> 
     warn = _seconds(environ.setdefault(WARNS_AFTER, str(fitting)))
     end = _seconds(environ.setdefault(ENDS_AFTER, str(max(END_S, 5 * warn))))
     disabled = _seconds(environ.get(DISABLED, "0")) > 0
-    return math.inf if disabled or end == 0 or end < warn else end  # Horovod ignores a shutdown before the warning
+    return math.inf if disabled or end == 0 or end < warn else end  # Horovod ignores an `end` below `warn`
 
 
 def _seconds(text: str) -> int:

@@ -72,7 +72,7 @@ class ProcessState:
     last_state: Any = None
 
     def watch_hosts(self) -> None:
-        """Register for notifications of changed hosts. A new world already includes all earlier changes."""
+        """Reset `hosts_changed`, since a new world includes all earlier changes, and register for further changes."""
         from horovod.common.elastic import notification_manager
 
         self.hosts_changed = False
@@ -143,7 +143,7 @@ class World:
             ) from None
 
     def set_threads(self, num_threads: int | None) -> None:
-        """Set the number of CPU threads. Default: OMP_NUM_THREADS or, if not set, an equal share of the cores."""
+        """Set the number of CPU threads. Default: the result of `choose_threads` for an equal share of the cores."""
         here = [self.rank_infos[rank].cores for rank in self.host_ranks]
         torch.set_num_threads(
             num_threads or choose_threads(os.environ, share_cores(self.rank_infos[self.rank].cores, here, cpu_limit()))
@@ -197,18 +197,17 @@ class World:
         """Copy the tensors of rank `root` into those of the other ranks, with the same names, shapes and types."""
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
-        """Start a vote. Returns a function that waits, and returns whether `mine` is true on any rank.
+        """Start a vote. Returns a function that waits for its end, and returns whether `mine` is true on any rank.
 
-        Only one vote may run at a time. It runs alongside the step's gradients. Horovod does not fuse it with them,
-        since its type differs.
+        A vote may run alongside other collectives, such as the gradients' allreduce, but not alongside another vote.
         """
         return lambda: mine
 
     def start_timeline(self, path: Path) -> None:
-        """Start recording Horovod's timeline in a new file. Call on rank 0 only, and only with Horovod."""
+        """Start recording Horovod's timeline in a new file; without Horovod, do nothing. Call on rank 0 only."""
 
     def stop_timeline(self) -> None:
-        """Stop recording the timeline, and wait until the file is written. Call on rank 0 only."""
+        """Stop recording the timeline, and wait until the file is written; without Horovod, do nothing. Rank 0 only."""
 
     def watch(self, stalled_after_s: float, store: Any) -> None:
         """Start a watchdog, which ends the job if a collective takes longer than its limit.
@@ -219,9 +218,10 @@ class World:
         self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, store, self.abort)
 
     def limit_wait(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:
-        """Context manager: limit a wait for other ranks to the limit for a step or, if longer, `at_least_s` seconds.
+        """Context manager: make the watchdog, if there is one, limit how long the block waits for other ranks.
 
-        `names`: function that returns the names of the missing tensors, for the report.
+        The limit is that of a step's collective or, if longer, `at_least_s` seconds. `names`: function that returns the
+        names of the missing tensors, for the report.
         """
         if self._watchdog is None:
             return nullcontext()
@@ -324,7 +324,7 @@ def running_mpi() -> Any:
 
 
 def end_process(status: int) -> NoReturn:
-    """Run all other exit functions, flush standard output and error, and end this process without closing files."""
+    """Run all other exit functions, finalize MPI, flush standard output and error, and end this process at once."""
     atexit.unregister(end_process)
     try:
         atexit._run_exitfuncs()
