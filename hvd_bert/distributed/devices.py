@@ -61,7 +61,7 @@ def _parse_threads(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Host, device and cores of a rank. `device_id`: `physical_id` of its GPU, equal in all processes; None on a CPU."""
+    """Host, device and cores of a rank. `device_id`: the GPU's `physical_id`, equal in all processes; None on a CPU."""
 
     rank: int
     host: str

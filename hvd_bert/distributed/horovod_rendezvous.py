@@ -15,7 +15,7 @@ from hvd_bert.errors import UserError
 
 
 class AddressServer:
-    """Server for the ranks' addresses, like horovodrun's, but listening at one address only.
+    """Server through which the ranks exchange addresses. Unlike horovodrun's, it listens at one address only.
 
     It runs until the process ends. `otherwise`: the address to listen at if HOROVOD_GLOO_IFACE is not set.
     `address`: the server's address and port.

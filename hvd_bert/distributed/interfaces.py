@@ -56,7 +56,7 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
 
 
 def interface_named(environ: Mapping[str, str], controller: str) -> str:
-    """Return the interfaces that Horovod's ranks on this host are set to use; "" means all. Call after joining."""
+    """Return the interfaces set for Horovod's ranks on this host; "" means the default. Call after joining."""
     return environ.get(TCP_INTERFACES[0] if controller == "mpi" else "HOROVOD_GLOO_IFACE", "")
 
 
