@@ -120,7 +120,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
     finally:
         with contextlib.suppress(OSError):
             delete(partial)
-    with contextlib.suppress(OSError):  # the next write or resume would remove it
+    with contextlib.suppress(OSError):  # if this fails, the next write or resume removes it
         delete(replaced)
     point_to(folder)
     return folder
@@ -161,7 +161,10 @@ def candidates(output_dir: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> Collection[str]:
-    """Check each file's size and SHA-256. Returns the names of the files; raises CorruptCheckpoint for a mismatch."""
+    """Check the size and SHA-256 of each file in the manifest, and return the files' names.
+
+    Raises CorruptCheckpoint if a file is missing or differs, or if the manifest's format is newer than FORMAT.
+    """
     path = folder / "manifest.json"
     try:
         manifest = convert(read_json(path), Manifest)
@@ -177,7 +180,7 @@ def verify(folder: Path) -> Collection[str]:
 
 
 def read(folder: Path) -> Contents:
-    """Verify a checkpoint and read its state and its tensors into CPU memory. Raises CorruptCheckpoint."""
+    """Verify a checkpoint and read its state and tensors into CPU memory. Raises CorruptCheckpoint if it is damaged."""
     paths = [folder / name for name in verify(folder) if name.endswith(".safetensors")]
     try:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
@@ -209,7 +212,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def clear(output_dir: Path) -> None:
-    """Remove all checkpoints, including those set aside, and `latest`."""
+    """Remove all checkpoints, including partial ones and those set aside, and `latest`."""
     remove_leftovers(output_dir)
     for folder in candidates(output_dir):
         discard(folder)
@@ -219,9 +222,10 @@ def clear(output_dir: Path) -> None:
 
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
-    """Set aside the checkpoints after `step`, which the resumed run will write again. Returns their new names.
+    """Rename the checkpoints after `step` to NAME.aside, since the resumed run writes these steps again.
 
-    Renaming does not delete them, so a user can restore them. `latest` then names the checkpoint of `step`.
+    Returns the new names. A user can rename the folders back. If there are any, `latest` then names the checkpoint of
+    `step`.
     """
     later = [folder for folder in candidates(output_dir) if checkpoint_step(folder) > step]
     if later:

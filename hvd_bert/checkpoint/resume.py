@@ -95,10 +95,10 @@ def find(settings: Mapping[str, Any]) -> ResumePoint | None:
 
 
 def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
-    """Return the checkpoint that the flag names, or a newer one of the unfinished run in `output_dir`.
+    """Return the checkpoint `folder` or, if `output_dir` is another run's folder with checkpoints, the newest of them.
 
-    The run in `output_dir` may have resumed from `folder` and then been interrupted. `output_dir` is None if it has no
-    unfinished run.
+    The run in `output_dir` may have resumed from `folder` before it was interrupted. Raises UserError if it is behind
+    `folder`. `output_dir`: None if --output_dir has no unfinished run.
     """
     try:
         resume_point = ResumePoint(folder, _resumable(folder))
@@ -194,7 +194,8 @@ def check(
 ) -> None:
     """Raise UserError if the checkpoint is from a different model, different data or different settings.
 
-    The global batch must be equal, or else the flags that set the per-rank batch. `facts`: `Start.facts` of this run.
+    The global batch may differ only if the per-device batch is equal and --global_batch is not given. If the checkpoint
+    fits, log the resume and warn about different CPU kernels. `facts`: `Start.facts` of this run.
     """
     saved, now = in_this_version(resume_point.state["identity"]), facts["identity"]
     differing = [

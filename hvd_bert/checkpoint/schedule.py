@@ -31,7 +31,7 @@ class Best:
     folder: str = ""
 
     def state(self) -> dict[str, Any]:
-        """Return the fields for a checkpoint. The mode is left out, since it follows from the task."""
+        """Return the fields for a checkpoint, except an empty folder and the mode, which follows from the task."""
         return {name: value for name, value in vars(self).items() if name != "mode" and value != ""}
 
     def update(self, step: int, metrics: dict[str, float]) -> bool:
@@ -64,8 +64,8 @@ def due(
 ) -> Due:
     """Decide what is due after step `step` (1, 2, ...).
 
-    The final model is evaluated after the training. With --load_best_model_at_end, the last step includes its
-    evaluation, since the model may be the best. `evaluates`: whether the run has data to evaluate on. `since`:
+    The last step evaluates only with --load_best_model_at_end, to compare its model with the best one. Otherwise the
+    final model is evaluated after the training. `evaluates`: whether the run has data to evaluate on. `since`:
     `Best.since`.
     """
     train, args = config.train, config.checkpoint

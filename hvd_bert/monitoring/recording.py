@@ -30,9 +30,10 @@ class Recording:
     def __init__(self, config: ProfilingArguments, total_steps: int, meter: Any, world: World, replaces: bool) -> None:
         """Check the settings. A collective.
 
-        Raises CollectiveError if the timeline cannot be written, or if the training has none of the steps to record.
-        `meter`: the training's `Meter`, which marks the phases in the trace. `replaces`: whether the timeline may
-        replace an existing file, since the run was started before or --overwrite_output_dir is given.
+        Raises CollectiveError if the timeline cannot be written, if it is requested for a single rank, or if the
+        training has none of the steps to record. `meter`: the training's `Meter`, which marks the phases in the trace.
+        `replaces`: whether an existing timeline may be replaced: if the run was started before, or with
+        --overwrite_output_dir.
         """
         self.config, self.meter, self.world = config, meter, world
         wanted = self.config.steps_to_record
@@ -54,7 +55,7 @@ class Recording:
     def before(self, step: int) -> None:
         """Start recording if `step` (1, 2, ...) is the first step to record. Call this before each step.
 
-        A collective before the first step to record.
+        A collective at that step only.
         """
         if self.running and self.profiler:
             self.profiler.step()
@@ -62,7 +63,7 @@ class Recording:
             return
         self.running, self.steps = True, range(step, self.steps[-1] + 1)
         if self.config.profile:
-            self.profiler = profile(schedule=lambda _: ProfilerAction.RECORD)  # only with a schedule are steps marked
+            self.profiler = profile(schedule=lambda _: ProfilerAction.RECORD)  # steps are marked only with a schedule
             self.profiler.start()
             self.meter.annotate = record_function
             if not distributed.is_initialized():  # otherwise torch adds this itself
@@ -86,7 +87,7 @@ class Recording:
     def after(self, step: int, folder: Path) -> None:
         """Stop and write the recording if `step` is the last step to record. Call this after each step.
 
-        A collective after the last step to record. `folder`: the output folder, for the traces.
+        A collective at that step only. `folder`: the output folder, for the traces.
         """
         if not self.running or step != self.steps[-1]:
             return

@@ -25,7 +25,7 @@ Sample = dict[str, float]  # a GPU's usage by metric name: gpu_memory_gib, gpu_u
 
 
 def take_sample(gpu: torch.device) -> Sample:
-    """Measure a GPU's current usage. Metrics that torch does not report are left out."""
+    """Measure a GPU's memory, utilization and power, up to the first metric that torch does not report."""
     sample = {}
     with suppress(Exception):  # a MIG instance has no utilization; NVML or its package nvidia-ml-py may be missing
         free, total = torch.cuda.mem_get_info(gpu)

@@ -1,4 +1,4 @@
-"""`Callback`, by which a program is called during a run, and `RunResult`, the result of a run."""
+"""`Callback`, whose methods are called during a run, and `RunResult`, the result of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # large libraries
+if TYPE_CHECKING:  # these modules import torch, which takes seconds
     from hvd_bert.distributed.world import World
     from hvd_bert.tasks.base import MicroBatch, Task
 
@@ -18,7 +18,7 @@ class RunResult:
     Attributes:
         output_dir: The output folder.
         scores: Metrics of the final evaluation; empty if the run did not evaluate.
-        results: Content of train_results.json, with fewer keys if the run did not train.
+        results: Content of train_results.json. Has fewer keys if the run did not train, and on ranks other than 0.
     """
 
     output_dir: Path
@@ -45,7 +45,7 @@ class Callback:
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         """Called after a line of metrics.jsonl for step `step` is written.
 
-        Ranks other than 0 lack the line's checkpoint and GPU metrics. On a GPU, the call may come after the next step.
+        Only rank 0's `metrics` may have `checkpoint_write_s`. On a GPU, the call may come after the next step.
         """
 
     def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:

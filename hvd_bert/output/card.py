@@ -27,7 +27,7 @@ HEADS = {
 
 
 def from_hub(settings: Record) -> dict[str, str]:
-    """Return the flags whose values are names on the hub, with their values: those that are not existing paths.
+    """Return {flag: value} for values that are names on the hub, because no such path exists.
 
     Call this in the run's working directory, to which paths are relative.
     """
@@ -37,7 +37,7 @@ def from_hub(settings: Record) -> dict[str, str]:
 
 
 def _base_model(settings: Record) -> str | None:
-    """Return the pretrained model. None for a custom task with the default, since the task may not use the flag."""
+    """Return the pretrained model. None for a custom task with the default model, which the task may not use."""
     model: str | None = settings["model_name_or_path"]
     return None if settings["task"] != QUESTION_ANSWERING and model == DEFAULT_MODEL else model
 

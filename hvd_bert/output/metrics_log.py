@@ -121,7 +121,7 @@ class MetricsLogger:
             log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
 
     def close(self) -> None:
-        """Flush and close the files. `finished` tells reporters whether the run is complete."""
+        """Close the progress bar, metrics.jsonl and the reporters, which receive `finished`."""
         if self.enabled:
             self.bar.close()
             self.jsonl.close()
@@ -129,7 +129,7 @@ class MetricsLogger:
 
 
 def _scalar(name: str, value: float) -> tuple[str, float]:
-    """Convert a metric's name and value for reporters, which group metrics by the word before the slash."""
+    """Return a metric's name as GROUP/NAME, by which reporters group metrics, and its value, with seconds in ms."""
     if name.endswith("_share"):
         return f"share/{name.removesuffix('_share')}", value
     if name.endswith("_s") and not name.endswith("_per_s"):

@@ -158,10 +158,10 @@ def _check_content(settings: Settings, folder: Path) -> None:
 
 
 def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) -> Path:
-    """Create and lock the output folder, remove an earlier run's files, and save the settings. A collective.
+    """Create and lock the output folder, and save the settings. A training removes an earlier run's files.
 
-    Returns the folder on all ranks. Call this right before the first step or, without training, before the scores are
-    written. If `resume_point` is a checkpoint in the folder, only what was written after its step is removed.
+    A collective; returns the folder on all ranks. Call this right before the first step or, without training, before
+    the scores are written. If `resume_point` is in the folder, calls `forget_after` instead of removing all files.
     """
     folder = Path(settings["output_dir"] or "runs")
     with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
@@ -169,7 +169,7 @@ def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) 
             folder = Path(settings["output_dir"] or _new_dated_folder())
             _acquire(folder, settings, resume_point, world.process.locks)
     folder = Path(world.broadcast(folder))
-    if _content(folder) in (Empty(), OwnRun(finished=False)):  # other hosts may have a different run in it
+    if _content(folder) in (Empty(), OwnRun(finished=False)):  # another host's folder may hold another run
         FOLDERS_BEGUN.add(folder)
     return folder
 

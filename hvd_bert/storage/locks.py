@@ -25,7 +25,7 @@ from hvd_bert.storage.reading import open_regular, read_text
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 LOCK = ".lock"  # the name of a folder's lock file
-BRIEFLY_S = 0.2  # seconds to try: `is_held` in another process holds the lock for a moment
+BRIEFLY_S = 0.2  # seconds to retry without `wait`: `is_held` in another process may briefly hold the lock
 
 
 class InUse(UserError):
@@ -72,7 +72,7 @@ def is_held(path: Path) -> bool:
 
 
 def names_another_host(path: Path) -> bool:
-    """Return whether the last holder ran on another host. Some network file systems do not show its lock here."""
+    """Return whether the lock's last holder ran on another host, whose locks some network file systems do not show."""
     _, on, host = _holder(path).rpartition(" on ")
     return bool(on) and host != socket.gethostname()
 

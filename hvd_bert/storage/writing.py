@@ -37,7 +37,7 @@ class JsonLines:
                 written = os.write(self._file, self._pending)  # fewer bytes if the disk is nearly full
                 self._pending = self._pending[written:]
         except OSError as error:
-            warned, self._failed = self._failed, True  # set first: the warning is recorded in a JsonLines file, too
+            warned, self._failed = self._failed, True  # set first: the warning may be recorded in this file
             if not warned:
                 log.warning("%s cannot be written: %s. Training continues.", self._path, error.strerror or error)
 
@@ -127,7 +127,7 @@ def _locked(partial: Path) -> Iterator[None]:
             renamed = not os.path.samestat(os.fstat(file.fileno()), partial.stat())
         except FileNotFoundError:
             renamed = True
-        if renamed:  # by its writer, after this process opened it
+        if renamed:  # another process has finished writing it since this one opened it
             raise in_use
         yield
 

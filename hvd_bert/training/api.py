@@ -21,13 +21,13 @@ from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.startup import collector_paused
 from hvd_bert.streams import in_main_thread
 
-if TYPE_CHECKING:  # large libraries
+if TYPE_CHECKING:  # these modules import torch, which takes seconds
     from hvd_bert.distributed.world import World
     from hvd_bert.tasks.base import Task
 
 Setting = str | int | float | bool | Sequence[str] | None  # type of a flag's value in Python
 _TRAINING = threading.Lock()  # held while `train` runs
-_TRAINED: set[int] = set()  # process ids in which `train` ran; a forked process inherits its parent's
+_TRAINED: set[int] = set()  # ids of processes in which `train` ran; a forked process inherits its parent's
 
 
 def train(
@@ -102,7 +102,7 @@ def run(
 def _process_restored() -> Iterator[None]:
     """Context manager: restore the process-wide state that a run changes."""
     with ExitStack() as restored:
-        restored.callback(gc.collect)  # the model and its hooks refer to each other
+        restored.callback(gc.collect)  # frees the model, which is in reference cycles with its hooks
         restored.callback(random.setstate, random.getstate())  # before imports draw random numbers
         import numpy as np
         import torch

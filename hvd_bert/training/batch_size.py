@@ -22,14 +22,15 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.tasks.base import Task, make_plan
 
 USABLE = {"cuda": 0.9, "cpu": 0.8}  # usable share of the free memory; on CPUs, other processes may need more of it
-ENOUGH = 256 << 20  # on CPUs, stop doubling the batch once it adds this many bytes: larger batches take long to measure
+ENOUGH = 256 << 20  # on CPUs, stop after a doubling that added this many bytes: larger batches take long to measure
 
 
 def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, world: World) -> int | None:
-    """Choose the batch size per device if the flag is auto: the checkpoint's, or the largest that fits. Otherwise None.
+    """Return the batch size per device for `auto`: the checkpoint's, or the largest that fits. A collective.
 
-    Replaces the task's batch plan by one with this batch size. A collective. `resume_point`: needed on rank 0 only.
-    Raises CollectiveError if a rank has too little memory for a single window.
+    Replaces the task's batch plan by one with this batch size. Returns None if the flag is a number, and the flag's
+    default without training. `resume_point`: needed on rank 0 only. Raises CollectiveError if a rank has too little
+    memory for a single window.
     """
     if args.per_device_train_batch_size != AUTO:
         return None
@@ -59,7 +60,10 @@ def _free_memory(world: World) -> int:
 
 
 def _largest(task: Task, args: TrainArguments, world: World) -> int:
-    """Return how many of the longest windows fit on this rank. Raises UserError if not even one does."""
+    """Return how many of the longest windows fit on this rank, up to the largest possible micro-batch.
+
+    Raises UserError if not even one fits.
+    """
     plan, device = task.plan, world.device
     assert plan is not None
     if args.gradient_checkpointing:

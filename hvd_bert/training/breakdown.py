@@ -1,4 +1,4 @@
-"""Throughput and step times for each line of metrics.jsonl, and the step-time summary at the end of a training."""
+"""Imbalance, FLOP/s and MFU for each line of metrics.jsonl, and the step-time summary at the end of a training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Breakdown:
         peak_flops: float | None,
         step: int,
     ) -> None:
-        """Sum up from step `step`, the number of steps that are already done.
+        """Start at `step`, the number of steps that are already done. Includes the imbalance since the last log line.
 
         `flops`: `Task.flops`. `peak_flops`: the peak FLOP/s of all devices together; None if unknown.
         """
@@ -41,7 +41,7 @@ class Breakdown:
         self._phases = torch.zeros(plan.size, len(meter.phases), dtype=torch.float64)
 
     def count(self, step: int) -> None:
-        """Count step `step` (0, 1, ...) while it runs."""
+        """Count step `step` (0, 1, ...) and add its imbalance. Call this while the step runs."""
         self.taken += 1
         self._imbalances += self.plan.imbalance(step)  # now, because the plan still caches the step's assignment
 
@@ -51,7 +51,10 @@ class Breakdown:
         self._line_imbalances, self._imbalances = self._imbalances, 0.0
 
     def read(self) -> dict[str, float]:
-        """Return the row of `Meter.read` with `imbalance` and, if known, `tflops_per_s` and `mfu`. A collective."""
+        """Return the row of `Meter.read` with `imbalance` and, if known, `tflops_per_s` and `mfu`. A collective.
+
+        Adds the line to the sums for `results`.
+        """
         before, row = self.meter.last_step, self.meter.read()
         steps = range(before, self.meter.last_step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
@@ -108,7 +111,7 @@ def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, flo
 
 
 def describe_steps(results: Mapping[str, Any]) -> list[str]:
-    """Format the step-time summary as lines; none if no step was taken. `results`: content of train_results.json."""
+    """Format the step-time summary as lines; none if no line was logged. `results`: content of train_results.json."""
     found = results["breakdown"]
     if not found:
         return []

@@ -25,7 +25,10 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def checkpoint_bytes(config: Config, model: nn.Module) -> int:
-    """Return the size of a checkpoint of `model` in bytes: weights, their moving averages, the optimizer's moments."""
+    """Return the size of a checkpoint of `model` in bytes.
+
+    It has the weights and, without --save_only_model, the optimizer's moments and any averaged weights.
+    """
     weights = tensor_bytes(model.state_dict().values())
     if config.checkpoint.save_only_model:
         return weights
@@ -35,7 +38,7 @@ def checkpoint_bytes(config: Config, model: nn.Module) -> int:
 
 
 def check(config: Config, model: nn.Module, step: int) -> None:
-    """Raise UserError if the disk of the output folder has no space for a checkpoint or, without any, for the model.
+    """Raise UserError if the output folder's disk has no space for a checkpoint or, if none is saved, the model.
 
     `step`: the step from which the training resumes. At 0, the space of an earlier run's checkpoints counts as free,
     since the run removes them first.

@@ -52,7 +52,10 @@ class Evaluations:
         return evaluation
 
     def evaluate_trained(self, trained: Trained, metrics_logger: MetricsLogger) -> EvaluationResult:
-        """Return the trained model's evaluation; run and record it if that has not been done. A collective."""
+        """Return the trained model's evaluation. If it has none, evaluate the model and record it. A collective.
+
+        Updates `best` if that is pending.
+        """
         evaluation = trained.evaluation
         if evaluation is None:
             evaluation = self.evaluate(self.task.model)

@@ -49,7 +49,7 @@ class Health:
         """
         self.meter, self.plan, self.world, self.window_names = meter, plan, world, window_names
         self._fp16, self._step = fp16, step
-        # Number of consecutive skipped steps, and of those at the end whose loss was NaN or infinite on some rank.
+        # Consecutive skipped steps, and consecutive steps that were skipped with a NaN or infinite loss on some rank.
         self._skipped = self._without_loss = 0
         self._cause = "No gradient was finite"
         meter.on_step = self._on_step_end
@@ -59,7 +59,7 @@ class Health:
         self.meter.on_step = None
 
     def _on_step_end(self, loss: float, grad_norm: float) -> None:
-        """Count a settled step. Raises CollectiveError after too many skipped steps.
+        """Count a settled step. If it was skipped, record it and warn. Raises CollectiveError after too many of them.
 
         `loss`: this rank's loss. `grad_norm`: norm of the averaged gradient, equal on all ranks.
         """
@@ -91,7 +91,7 @@ class Health:
         windows = len(self.plan.step_windows(before))
         for rank in ranks:
             ids = np.concatenate(self.plan.rank_windows(before, rank))
-            # A rank's loss is its share of the step's loss, times the world size.
+            # Undo the factor of `Training._step` (world size / windows of the step), and average over the windows.
             mean = losses[rank] * windows / self.world.size / max(1, len(ids))
             batch.append({"rank": rank, "loss": str(mean), "windows": self.window_names(ids)})
         events.add("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)

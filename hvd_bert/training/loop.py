@@ -47,7 +47,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     prepared = prepare(start, world) if task.plan else None
     effective = prepared.state.effective_settings(start.config.train) if prepared else {}
     with world.raise_on_all_ranks():
-        # Later worlds of Horovod elastic continue, and after the last step only the model is written.
+        # The first world of Horovod elastic checks for later ones. After the last step, only the model is written.
         checks = world.rank == 0 and world.process.generation == 0
         if prepared and checks and prepared.state.step < effective["train_steps"]:
             disk_space.check(start.config, task.model, prepared.state.step)
@@ -109,7 +109,10 @@ def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback
 def _write_output(
     start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World
 ) -> dict[str, Any]:
-    """Write the scores and, after training, train_results.json. Returns the content of the latter. A collective."""
+    """Write the evaluation's files and, after training, the model card and train_results.json. A collective.
+
+    Returns `results` with the added keys, most of which only rank 0 has.
+    """
     task, folder, settings = start.task, start.folder, start.settings
     results = results | {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with world.writing("--output_dir", folder) as writes:
@@ -165,7 +168,8 @@ class Training:
     def run(self) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
 
-        If a signal arrives inside `stop_requests.watched()`, a checkpoint is saved and CollectiveError is raised.
+        If a signal arrives inside `stop_requests.watched()`, saves a checkpoint and raises CollectiveError. If only the
+        hosts of Horovod elastic have changed, raises HostsChanged.
         """
         state, checkpoints, effective = self.state, self.checkpoints, self.effective
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
@@ -286,7 +290,7 @@ class Training:
         return schedule.due(*steps, self.config, self.evaluations is not None, self.state.best.since)
 
     def _log(self) -> None:
-        """Log the line that has ended, if any. A collective."""
+        """Log the line that has ended, if any, and check its loss and the output folder. A collective."""
         if self._line is None:
             return
         means, meter = self.breakdown.read(), self.state.meter

@@ -85,7 +85,7 @@ class DeferredScalars:
         self._filled = True
 
     def take(self) -> list[float]:
-        """Return the numbers of the last `put` once, else an empty list. Waits only for work queued before `put`."""
+        """Return the numbers of the last `put`; [] if already taken. Waits only for work queued before that `put`."""
         if not self._filled:
             return []
         if self._copied:
@@ -98,13 +98,13 @@ class DeferredScalars:
 class Meter:
     """Sums up loss, counts and time per log line without waiting for the device. Times exclude evaluations.
 
-    A step is settled when the host has its loss and gradient norm. `end_line` ends a line, and `read` returns it once
-    the line's last step is settled. That can be immediately or, to keep the device busy, after the next step's start.
+    A step is settled when the host has its loss and gradient norm. `end_line` ends a line. Call `read` once the line's
+    last step is settled: immediately or, to keep the device busy, one step later.
 
     Attributes:
         phases: The phases that are measured, in the order of PHASES.
         sums: Windows, tokens and positions of the last line over all ranks, its "seconds" on this rank, and "watched",
-            the number of its steps whose phases were timed: those since a resume.
+            the number of its steps whose phases were timed, which excludes steps before a resume.
         phase_s: Seconds per rank and phase in the last line's "watched" steps, [ranks, phases].
         on_step: Called when a step is settled, with this rank's loss and the norm of the averaged gradient.
         on_applied: Called when a step with a finite gradient norm is settled; the strategy skips all other steps.
@@ -188,9 +188,9 @@ class Meter:
         self._step_loss.zero_()
 
     def settle(self) -> None:
-        """Settle the last step, unless that is done: count its loss if it was applied, call `on_applied` and `on_step`.
+        """Settle the last step, unless that is done, and call `on_step`. All ranks must call this after the same step.
 
-        All ranks must call this after the same step.
+        If the step was applied, add its loss and call `on_applied`. Otherwise count it as skipped.
         """
         # On a GPU the host waits here for the last step's collectives. The first step has no limit: it may compile.
         with self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext():
@@ -199,7 +199,7 @@ class Meter:
             return
         self._has_settled = True
         loss, self.grad_norm = taken
-        if not math.isfinite(self.grad_norm):  # the loss may be NaN
+        if not math.isfinite(self.grad_norm):  # skipped: its loss may be NaN, so do not add it
             self.skipped_steps += 1
         else:
             self._loss += loss
@@ -216,8 +216,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Return the metrics of the line that `end_line` ended, by their keys in metrics.jsonl. A collective.
 
-        The loss and phase times are means over the ranks; rates count the windows and tokens of all ranks. The line's
-        last step must be the last settled step.
+        Sets `sums` and `phase_s`, and adds the line to the totals. The line's last step must be the last settled step.
+        The loss and phase times are means over the ranks; rates count the windows and tokens of all ranks.
         """
         step, end, intervals, mine_counts = self._line
         mine = [self._loss, *mine_counts.tolist(), *self._seconds_per_phase(intervals)]

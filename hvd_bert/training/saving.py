@@ -51,16 +51,17 @@ class Checkpoints:
         self._diverged = False
         self.output_dir_missing = False  # result of rank 0's last check; False on other ranks
         self.rerun_with = ""  # flags to add to the command to resume the run
-        self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 after a write
-        self._new: dict[str, float] = {}  # the same seconds as in `totals`, but only since the last log line
+        self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 if a write succeeds
+        self._new: dict[str, float] = {}  # the seconds of `totals` since the last log line
         # The number of checkpoints, the seconds that training was paused, and the seconds that the writes took.
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
 
     def save(self, whole: bool = False) -> None:
-        """Save the state after this step. Training pauses for the copy; the write runs alongside the next steps.
+        """Copy the state while training pauses; the writer thread writes the copy during the next steps.
 
-        This waits for the previous write, so a killed run repeats at most --save_steps steps plus the steps that ran
-        during one write. `whole`: save the optimizer's state, too, even with --save_only_model.
+        Saves nothing if this step is already saved or, with a warning, if the loss is NaN or infinite. Waits for the
+        previous write, so a killed run repeats at most --save_steps steps plus the steps that ran during one write.
+        `whole`: save the optimizer's state even with --save_only_model.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
@@ -102,7 +103,7 @@ class Checkpoints:
             return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
     def _write(self, snapshot: Contents, model_only: bool, keep: set[str]) -> tuple[int, Exception | None, float]:
-        """Write a checkpoint. Runs in the writer thread. Returns its step, the error or None, and the seconds taken."""
+        """Write a checkpoint and prune old ones, in the writer thread. Returns its step, error or None, and seconds."""
         start, failure = time.perf_counter(), None
         step, tensors, state = snapshot.state["step"], snapshot.tensors, snapshot.state | self._facts
         if model_only:
@@ -118,7 +119,7 @@ class Checkpoints:
         return step, failure, time.perf_counter() - start
 
     def check_write(self) -> None:
-        """If the write has ended, count its time and warn if it failed. Does not wait.
+        """If the running write has ended, count its time, and call `on_save` or warn that it failed. Does not wait.
 
         Training continues after a failed write, since the next write may succeed.
         """
@@ -126,7 +127,10 @@ class Checkpoints:
             self._finish_write(warns=True)
 
     def _finish_write(self, warns: bool = False) -> Exception | None:
-        """Wait for the running write, if any, and count its time. Returns its error or None. `warns`: log the error."""
+        """Wait for the running write, if any. Count its time and, if it succeeded, call `on_save`.
+
+        Returns its error or None. `warns`: log the error, unless the output folder is missing.
+        """
         if self._running is None:
             return None
         step, error, seconds = self._running.result()
@@ -139,7 +143,10 @@ class Checkpoints:
         return error
 
     def is_output_dir_missing(self) -> bool:
-        """Check on rank 0 whether the output folder was moved or removed. If so, the caller must stop the training."""
+        """Check on rank 0 whether the output folder was moved or removed. Other ranks return False.
+
+        Stores the result in `output_dir_missing`, which makes `Training` stop.
+        """
         if self.state.world.rank == 0:
             try:
                 self.folder.stat()
@@ -148,7 +155,7 @@ class Checkpoints:
         return self.output_dir_missing
 
     def close(self) -> None:
-        """Wait for a running write. After a failure, the launcher may kill this rank first, once other ranks exit."""
+        """Wait for a running write. If other ranks failed, the launcher may kill this rank before the write ends."""
         self._writer.shutdown()
 
     def metrics(self) -> dict[str, float]:
@@ -167,10 +174,10 @@ class Checkpoints:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
     def save_and_stop(self, reason: str) -> NoReturn:
-        """Save a whole checkpoint, then stop the run by raising CollectiveError with EXIT_STOPPED.
+        """Save a checkpoint with the optimizer's state, then raise CollectiveError with EXIT_STOPPED to stop the run.
 
-        An output folder that was moved or removed is created again. After a scheduler's signal, the Slurm job is
-        requeued if it can be. `reason`: `StopRequests.reason`.
+        Creates the output folder again if it was moved or removed. After a scheduler's signal, requeues the Slurm job
+        if --requeue and the job allow it. `reason`: `StopRequests.reason`.
         """
         if self.state.world.broadcast(self.is_output_dir_missing()):
             self._last_saved = -1
@@ -189,7 +196,7 @@ class Checkpoints:
         raise CollectiveError(f"{message}.", status=EXIT_STOPPED)
 
     def _requeue(self) -> str | None:
-        """Requeue the Slurm job on rank 0. Returns None, or the reason why it is not requeued (`slurm.requeue`).
+        """Requeue the Slurm job from rank 0. Returns None if it is requeued, else why not (see `slurm.requeue`).
 
         A collective: other ranks wait for rank 0, since srun would terminate it once one of them exits.
         """
@@ -204,7 +211,7 @@ class Checkpoints:
     def load_best(self) -> int:
         """Wait for the last write; with --load_best_model_at_end, load the best weights. Call this after the training.
 
-        Returns the step of the model's weights: the last step, also if the best checkpoint cannot be loaded.
+        Returns the step of the model's weights: the best step if its checkpoint was loaded, else the last step.
         """
         best, world = self.state.best, self.state.world
         self.wait_for_write()
@@ -227,7 +234,10 @@ class Checkpoints:
 
 
 def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArguments) -> None:
-    """Restore `state` from the resume point, if there is one. A collective: only one rank has the tensors."""
+    """Restore `state` from the resume point, if any, and free its tensors. A collective: only one rank has the tensors.
+
+    Also sets `state.best.folder` if the best checkpoint is in another run's folder.
+    """
     root = state.world.broadcast((resume_point.owner_rank or 0) if resume_point else None)
     if root is None:
         return
@@ -236,4 +246,4 @@ def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArgu
     origin = resume_point.folder.parent.resolve() if resume_point else None
     if origin and not (args.output_dir and origin == Path(args.output_dir).resolve()):
         state.best.folder = state.best.folder or str(origin)
-    contents.tensors.clear()  # they take gigabytes for a large model
+    contents.tensors.clear()  # frees gigabytes for a large model

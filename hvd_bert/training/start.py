@@ -42,8 +42,8 @@ class Start:
         config: The final settings: those of the command, overridden by `decided`.
         task: The model with its data.
         decided: The settings that were decided while loading, by flag.
-        resume_point: The checkpoint to resume from, on rank 0 only. If it is a state that a rank has in memory, all
-            ranks have the resume point. None: train from the start.
+        resume_point: The state to resume from. A checkpoint on disk is set on rank 0 only; a state that a rank has in
+            memory is set on all ranks. If no rank has one, the run trains from the start.
         facts: Properties of the run that its checkpoints record in state.json.
         names_folder: Whether --output_dir was given.
     """
@@ -66,13 +66,13 @@ class Start:
         return Path(str(self.config.train.output_dir))
 
     def in_folder(self, folder: Path) -> Start:
-        """Return a copy whose settings have the final output folder."""
+        """Return a copy whose settings have `folder`, the final output folder."""
         decided = self.decided | {"output_dir": str(folder)}
         return replace(self, decided=decided, config=from_values(self.settings | decided))
 
 
 def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
-    """Load the task and the checkpoint, and check whether they fit the settings. A collective.
+    """Set up this process, load the task and the checkpoint, and check that they fit the settings. A collective.
 
     `own`: the class of a custom task, if a program gives it to `train`.
     """
@@ -103,7 +103,10 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
 
 
 def decide_by_task(task: Task, config: Config, resume_point: ResumePoint | None, world: World) -> dict[str, Any]:
-    """Return the settings that depend on the task: an `auto` batch size, padding, best-model metric. A collective."""
+    """Return the settings that depend on the task: an `auto` batch size, padding, best-model metric. A collective.
+
+    An `auto` batch size also replaces `task.plan`.
+    """
     given = config.checkpoint.metric_for_best_model
     decided = {
         "per_device_train_batch_size": batch_size.choose(task, config.train, resume_point, world),
@@ -175,7 +178,7 @@ def check_task(config: Config, task: Task) -> None:
 
 
 def check_requirements(config: Config, world: World) -> None:
-    """Raise UserError if the strategy does not fit the launcher, or if a package that the settings need is missing."""
+    """Raise UserError if the strategy or --elastic does not fit the launcher, or if a required package is missing."""
     strategy = config.parallel.strategy
     if world.elastic and STRATEGIES[strategy].world != HOROVOD:
         raise UserError(f"--strategy {strategy} is not elastic. Use --strategy horovod.")
@@ -191,10 +194,10 @@ def check_requirements(config: Config, world: World) -> None:
 
 
 def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -> dict[str, Any]:
-    """Return the settings, by flag, with which this start continues an earlier run. Empty if it does not continue any.
+    """Return {flag: value} with which this start continues an earlier run; {} if it does not. Called on rank 0.
 
-    In a new world of Horovod elastic, it continues the run of the earlier world; after a requeue, that of the Slurm
-    job. These settings override the command line. Called on rank 0. `in_memory`: the state that a rank has in memory.
+    A later world of Horovod elastic continues the previous world's run, and a requeued Slurm job continues its own run.
+    The values override the command line. `in_memory`: the state that a rank has in memory.
     """
     folder = str(in_memory.folder.parent) if in_memory else config.train.output_dir
     if world.process.generation == 0 or folder is None or Path(folder) not in FOLDERS_BEGUN:
@@ -208,11 +211,14 @@ def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -
 
 
 def earlier_attempt(output_dir: str | None, world: World) -> str | None:
-    """Return the output folder that this command used before its Slurm job was requeued; None if there is none."""
+    """Return the output folder that this Slurm job used before it was requeued; None if there is none.
+
+    `output_dir`: --output_dir; without it, the folders in runs/ are searched for this command.
+    """
     job = world.job or {}
     if "restarts" not in job:
         return None
-    # A program may train several times: after a requeue it begins its runs in the same order.
+    # A program may train several times. After a requeue it does so in the same order, so skip runs already continued.
     new = (folder for folder in sorted(Path("runs").glob("*/")) if folder not in FOLDERS_BEGUN)
     for folder in [Path(output_dir)] if output_dir else new:
         commands = events.job_commands(folder, job["id"])
@@ -228,7 +234,7 @@ def set_up(config: Config, world: World) -> None:
     with world.raise_on_all_ranks():  # also merges equal warnings of several ranks
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
     if world.device.type == "cpu":
-        # transformers imports DeepSpeed if it is installed, which would log on every rank that it chose the CPU.
+        # transformers imports DeepSpeed if installed. Without this, DeepSpeed logs its choice of the CPU on every rank.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers_logging.disable_default_handler()  # hvd_bert's handler shows the warnings of transformers
     transformers_logging.enable_propagation()

@@ -74,7 +74,10 @@ class TrainState:
     def fresh(
         model: nn.Module, plan: BatchPlan, best: Best, args: TrainArguments, parallel: ParallelArguments, world: World
     ) -> TrainState:
-        """Create the state before the first step, with rank 0's weights on all ranks. A collective."""
+        """Create the state before the first step, with rank 0's weights on all ranks. A collective.
+
+        Also seeds this process's random generators.
+        """
         with world.raise_on_all_ranks():
             if args.gradient_checkpointing:
                 recompute_layers(model)
@@ -94,7 +97,7 @@ class TrainState:
         return TrainState(strategy, schedule, meter, plan, world, best, average)
 
     def effective_settings(self, args: TrainArguments) -> dict[str, float]:
-        """Return the run's final values that depend on the world size, by name."""
+        """Return the world size, the data's size and the values derived from them, such as the peak learning rate."""
         total_steps = args.total_steps(self.plan.steps_per_epoch)
         return {
             "world_size": self.world.size,
@@ -126,8 +129,8 @@ class TrainState:
     def local_snapshot(self) -> Contents:
         """Return the state after the last finished step, without random generators. Not a collective.
 
-        Its sums since the last log line have the loss of this rank only, but the counts of all ranks, which are
-        calculated from the plan.
+        Its sums since the last log line have the loss of this rank only. They count the windows and tokens of all
+        ranks, according to the plan; positions are extrapolated from this rank's padding.
         """
         loss, _, tokens, positions = self.meter.since_last_log()  # first, since it advances the schedule
         steps = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
@@ -185,7 +188,7 @@ class TrainState:
 
 
 def sums_of_rank(rank: int, size: int, saved: Sums) -> list[float]:
-    """Return the sums with which `rank` resumes: its own or, if the world size changed, all ranks' total on rank 0."""
+    """Return the sums with which `rank` resumes: its own or, if the world size changed, the total on rank 0."""
     if len(saved) == size:
         return saved[rank]
     if rank != 0:

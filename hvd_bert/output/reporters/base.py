@@ -26,10 +26,13 @@ class Reporter(ABC):
 
     @classmethod  # noqa: B027  not abstract, since most libraries need neither a server nor an account
     def check(cls) -> None:
-        """Raise UserError if the library would refuse a run, for example without a login. Must not change anything."""
+        """Override to raise UserError if the library would refuse a run, for example without a login.
+
+        Must not change anything.
+        """
 
     def resumed(self, step: int) -> None:  # noqa: B027  not abstract, since most libraries cannot discard values
-        """Discard values of steps after `step`, from which the run resumes. Called before `settings`."""
+        """Override to discard values of steps after `step`, from which the run resumes. Called before `settings`."""
 
     @abstractmethod
     def settings(self, settings: Settings) -> None:
@@ -49,7 +52,7 @@ class Reporter(ABC):
 
 
 def check_reporters(names: Sequence[str]) -> None:
-    """Raise UserError if a reporter's package, which has the reporter's name, is missing or would refuse a run."""
+    """Raise UserError if a reporter's package is missing or would refuse a run. A package has its reporter's name."""
     for name in names:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # origin is None for a mere folder, such as the output folder wandb

@@ -75,7 +75,8 @@ class Wandb(Reporter):
     def close(self, finished: bool) -> None:
         """End the W&B run. Waits a limited time for the thread, which may still be ending the run after an error.
 
-        Raises TimeoutError if calls or uploads remain, or else the thread's error.
+        If calls or uploads remain, kills wandb's service process and raises TimeoutError. Otherwise raises the thread's
+        error, if any.
         """
         self._calls.put(partial(self._run.finish, exit_code=0 if finished else 1))
         self._calls.put(None)
