@@ -131,7 +131,7 @@ class Recording:
             return b""
 
     def close(self) -> None:
-        """Stop an unfinished recording when training ends. Not a collective, so the ranks' traces are discarded."""
+        """Stop an unfinished recording when training ends. Discards the traces: gathering them is a collective."""
         if not self.running:
             return
         self._stop()

@@ -68,7 +68,7 @@ class GpuUsage:
                 return
 
     def read(self, step: int) -> dict[str, float]:
-        """Write all GPUs' usage since the last call to gpu_usage.jsonl. A collective.
+        """Append to gpu_usage.jsonl the usage of all GPUs since the last call. A collective.
 
         Returns the usage of rank 0's first GPU for metrics.jsonl; empty without GPUs.
         """

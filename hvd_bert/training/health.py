@@ -18,8 +18,8 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_FAILURE, log
 from hvd_bert.training.meter import Meter
 
-# Number of consecutive skipped steps that ends the training. With fp16 and finite losses, it is LIMIT_SCALED until a
-# step is applied, since loss scaling may skip 16 steps before its scale fits, and LIMIT_LATER from then on.
+# Number of consecutive skipped steps that ends the training. Loss scaling may skip 16 steps before its scale fits, so
+# with fp16 and finite losses the number is LIMIT_SCALED until a step is applied, and LIMIT_LATER from then on.
 LIMIT, LIMIT_SCALED, LIMIT_LATER = 3, 20, 10
 ADVICE = (
     "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
