@@ -21,7 +21,7 @@ from hvd_bert.errors import UserError
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
 Mixture = tuple[tuple[int, int], ...]  # per data file: (number of windows, windows used per epoch)
-_CANDIDATES = 32  # items per part to try as swaps; parts with more items are nearly balanced without swaps
+_CANDIDATES = 32  # maximum items per part tried as swaps: every n-th of a larger part, which is nearly balanced anyway
 
 
 @dataclass(frozen=True, eq=False)  # eq=False: hashed by identity, so that lru_cache accepts plans
@@ -47,7 +47,7 @@ class BatchPlan:
             )
 
     def with_global_batch(self, global_batch: int) -> BatchPlan:
-        """Copy the plan with another `global_batch`, and with enough micro-batches that their size does not grow."""
+        """Copy the plan with another `global_batch`, and the fewest micro-batches that are no larger than before."""
         rank_batch = self.global_batch // (self.size * self.accumulation)
         accumulation = math.ceil(global_batch / (self.size * rank_batch))
         return replace(self, global_batch=global_batch, accumulation=accumulation)
@@ -96,7 +96,7 @@ class BatchPlan:
 
 
 class HeaviestFirst(BatchPlan):
-    """A plan whose step 0 has the windows of the epoch's step with the most tokens, which needs the most memory."""
+    """A plan for --fast_dev_run: step 0 uses the windows of the first epoch's largest step, to reach peak memory."""
 
     def step_windows(self, step: int) -> Ids:
         return super().step_windows(step or self._heaviest)
@@ -119,7 +119,7 @@ def _shares(plan: BatchPlan, step: int) -> list[Ids]:
 def _epoch_order(mixture: Mixture, seed: int, epoch: int) -> Ids:
     chosen, first = [], 0
     for file, (windows, taken) in enumerate(mixture):
-        # A file's windows are used in shuffled rounds: each window once per round, across epochs.
+        # A file's windows are used in shuffled rounds, each window once per round. Rounds continue across epochs.
         begin = epoch * taken
         rounds = range(begin // windows, -(-(begin + taken) // windows))
         series = np.concatenate([_shuffled(windows, seed, file, number + 1) for number in rounds])
@@ -136,13 +136,16 @@ def _shuffled(count: int, *seeds: int) -> Ids:
 
 
 def mix(windows: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """Make `BatchPlan.mixture` from each file's number of windows and weight. Weight 2 uses each window twice."""
+    """Return `BatchPlan.mixture` for files with these numbers of windows; empty if all weights are 1.
+
+    With weight 2, an epoch uses each window of the file twice.
+    """
     mixture = tuple((n, max(1, round(weight * n))) for n, weight in zip(windows, weights, strict=True))
     return () if all(weight == 1 for weight in weights) else mixture
 
 
 def window_costs(lengths: ArrayLike, crossover: int) -> Ids:
-    """Return n * (crossover + n) for windows of n tokens: the encoder's FLOP in units of attention's FLOP per pair.
+    """Return n * (crossover + n) for windows of n tokens: the encoder's FLOP / attention's FLOP per pair of tokens.
 
     `crossover`: the window length at which attention costs as much as the rest of the encoder
     (`model.flops.ForwardFlops`).

@@ -25,7 +25,7 @@ from hvd_bert.storage import locks
 from hvd_bert.storage.reading import open_regular, read_json, sha256_of
 from hvd_bert.storage.writing import flush
 
-SUMS = "sha256.json"  # file name -> checksum of each other file of an entry
+SUMS = "sha256.json"  # in each entry: file name -> checksum, for its other files
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 

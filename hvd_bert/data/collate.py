@@ -1,4 +1,4 @@
-"""Converts windows to the model's batches, packed without padding or padded, and prefetches them."""
+"""Converts windows to batches for the model, either packed into one row or padded, and prefetches them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ DTYPES = {"cu_seqlens": np.int32, "attention_mask": np.bool_}  # all other tenso
 
 @dataclass(frozen=True)
 class Bucket:
-    """Limits on the shapes of packed batches, since a CUDA graph has a fixed shape. Tokens are a multiple of BUCKET.
+    """Limits packed batches to a few shapes, since a CUDA graph has a fixed shape.
+
+    Padding windows fill each batch up to a multiple of BUCKET tokens, and cu_seqlens has the same size in all batches.
 
     `windows`: maximum windows per batch. `longest`: maximum tokens per window.
     """
@@ -45,20 +47,22 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Batch:
-    """B windows with N tokens in total, either packed into one row or padded to T tokens with one row per window.
+    """B windows, either packed into one row of N tokens or padded to T tokens with one row per window.
+
+    With a bucket, the row also has padding windows. They count in N, but not in B.
 
     Attributes:
-        lengths: Tokens per window, followed by tokens per padding window if there is a bucket.
+        lengths: Tokens per window, followed by tokens per padding window.
         input_ids, token_type_ids, position_ids: int64, [1, N] packed or [B, T] padded. Positions restart at 0 in
             each window.
         attention_mask: bool [B, T], false at padding; None if packed.
-        cu_seqlens: int32 [B + 1]: 0, then the end of each window in the row; None if padded. With a bucket, it has the
-            fixed size [borders], and its remaining entries are N.
+        cu_seqlens: int32 [B + 1]: 0, then the end of each window in the row; None if padded. With a bucket, it has
+            the fixed size [borders]: the ends of the padding windows follow, and the remaining entries are N.
         cells: int64 [N], each token's index in a flattened matrix of len(lengths) rows and max(lengths) columns; None
             if padded.
-        longest: Tokens of the longest window; with a bucket, the same upper bound in all batches.
-        starts, ends: int64 [B], indices of the answer's first and last token, counted from the window's start; 0, 0 if
-            the window does not contain the answer.
+        longest: Tokens of the longest window; with a bucket, the upper bound `Bucket.longest`.
+        starts, ends: int64 [B], indices of the answer's first and last token, counted from the window's start; 0, 0
+            without an answer or if the window lacks part of it.
         num_windows: Number of windows that count toward the loss: B, or 0 if the rank's share is empty. An empty
             share's batch still holds one window, whose loss must be multiplied by 0.
     """
@@ -85,8 +89,8 @@ class Batch:
 class Collator:
     """Makes batches on a device from a window table (columns: see `hvd_bert.data.window_table`).
 
-    `pad_to`: minimum length to which windows are padded; None packs the windows instead. `bucket`: limits on the shapes
-    of packed batches.
+    `pad_to`: windows are padded to this length, or to the batch's longest window if that is longer; None packs them.
+    `bucket`: see `Bucket`; None if batches may have any shape.
     """
 
     windows: WindowTable
@@ -95,7 +99,7 @@ class Collator:
     bucket: Bucket | None = None
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
-        """Make a batch of the windows `ids`. If `ids` is empty, it has one window and `num_windows` 0."""
+        """Make a batch of the windows `ids`. If `ids` is empty, the batch has one window and `num_windows` 0."""
         rows = ids if len(ids) else [0]
         windows = self.windows.lists("input_ids", rows)
         context_starts = self.windows.numbers("context_start", rows)
@@ -185,5 +189,5 @@ class Prefetcher:
             self._ahead.append(self._pool.submit(self._collate, next(self._ids)))
 
     def close(self) -> None:
-        """Discard the prefetched batches."""
+        """Cancel the queued batches, and stop the background thread once its current batch is made."""
         self._pool.shutdown(cancel_futures=True)

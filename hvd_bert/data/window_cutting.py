@@ -26,7 +26,7 @@ from hvd_bert.errors import UserError, as_user_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WINDOWS_AT_ONCE = 4096  # bounds the memory even if windows advance by only one token
+_WINDOWS_AT_ONCE = 4096  # per record batch; bounds memory even if a context has a window per token
 _NUMBER, _NUMBERS = pa.int32(), pa.list_(pa.int32())
 SCHEMA = pa.schema(
     {
@@ -63,7 +63,7 @@ class WindowCounts:
     questions: int = 0
     windows: int = 0
     shortened_questions: int = 0  # truncated to leave room for the context
-    answerable_questions: int = 0  # with an answer whose position is known
+    answerable_questions: int = 0  # with a first answer whose position is known
     cut_answers: int = 0  # answers that no window contains completely
     tokenless_answers: int = 0  # answers whose characters the tokenizer drops
 
@@ -86,7 +86,7 @@ class Layout:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase) -> Layout:
-        """Return the tokenizer's layout for a pair of texts. Raises UserError if the layout is not supported."""
+        """Return the tokenizer's layout for a pair of texts. Raises UserError if the tokenizer is not supported."""
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise UserError(
@@ -110,7 +110,7 @@ class Layout:
             ids != [*layout.before, *texts[0], *layout.between, *texts[1], *layout.after]
             or types not in ([0] * len(ids), [0] * second + [1] * (len(ids) - second))
             or not layout.before
-            or tokenizer.cls_token_id not in (None, layout.before[0])  # "no answer" is the window's first token
+            or tokenizer.cls_token_id not in (None, layout.before[0])  # the first token stands for "no answer"
             or len(layout.after) != 1
         ):
             raise UserError(
@@ -123,7 +123,10 @@ class Layout:
 
 
 class WindowTokenizer:
-    """A tokenizer's backend without truncation and padding, and its layout. Raises UserError if unsupported."""
+    """A copy of a tokenizer's backend without truncation and padding, with its layout and the options for cutting.
+
+    Raises UserError if the tokenizer is not supported.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
         self.layout = Layout.of(tokenizer)
@@ -145,8 +148,8 @@ class _Tokens:
 class _PerQuestion:
     """Data that all windows of a question share.
 
-    `head`: the window's tokens before the context piece. `first`, `last`: indices of the answer's first and last token
-    in the context; -1 without an answer.
+    `head`: tokens before the context piece, equal in all windows. `first`, `last`: indices of the answer's first and
+    last token in the context; -1 without such tokens.
     """
 
     number: int
@@ -170,7 +173,7 @@ class _PerWindow:
 
     @property
     def label(self) -> tuple[int, int]:
-        """Indices of the answer's first and last token in the window; 0, 0 if the window lacks part of the answer."""
+        """Indices of the answer's first and last token in the window; 0, 0 if the answer is missing or incomplete."""
         if not self.start <= self.of.first <= self.of.last < self.stop:
             return 0, 0
         shift = len(self.of.head) - self.start
@@ -180,7 +183,7 @@ class _PerWindow:
 def cut(
     window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_number: int
 ) -> tuple[Iterator[pa.RecordBatch], WindowCounts]:
-    """Cut questions into windows. Returns the rows for the window table, and their statistics.
+    """Cut questions into windows. Returns record batches for the window table, made on demand, and the counts.
 
     `first_number`: the value of the column `question` for the first question.
     """
@@ -279,7 +282,7 @@ def _range(sequence_ids: list[int | None], text: int) -> tuple[int, int]:
 
 
 def _plain_copy(tokenizer: Any) -> tokenizers.Tokenizer:
-    """Copy the tokenizer's backend and turn off truncation and padding in the copy, so the cache key ignores them."""
+    """Copy the tokenizer's backend without truncation and padding, which must affect neither windows nor cache keys."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     backend.no_truncation()

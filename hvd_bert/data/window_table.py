@@ -3,12 +3,12 @@
 question        int32        index into `source.questions()`
 input_ids       list<int32>  the window's tokens, without padding
 context_start   int32        index in input_ids of the first token of the context piece
-context_end     int32        index after the last token of the piece: of the final [SEP] or its counterpart
+context_end     int32        index in input_ids of the final [SEP] or its counterpart, which follows the piece
 start_position, end_position
                 int32        indices in input_ids of the first answer's first and last token (inclusive);
-                             0, 0 (the [CLS]) if the window does not contain the whole answer
+                             0, 0 (the [CLS]) without an answer or if the window lacks part of it
 char_starts, char_ends
-                list<int32>  the character range [start, end) in the context of each token of the piece
+                list<int32>  for each token of the piece, its character range [start, end) in the context
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DATA, _META = "windows.arrow", "windows.json"
 
 
 class WindowTable:
-    """Windows in Arrow record batches with the columns above; memory-mapped if they come from the cache."""
+    """Windows in Arrow record batches with the columns above, or some of them. Memory-mapped if read from the cache."""
 
     def __init__(
         self,
@@ -69,13 +69,16 @@ class WindowTable:
 
     @staticmethod
     def from_columns(columns: dict[str, Any]) -> WindowTable:
-        """Make an in-memory table from a subset of the columns."""
+        """Make an in-memory table. `columns`: values by name, for all or some of the columns above."""
         batches = pa.table(columns).cast(pa.schema([SCHEMA.field(name) for name in columns])).to_batches()
         return WindowTable(batches)
 
     @staticmethod
     def joined(tables: Sequence[WindowTable]) -> WindowTable:
-        """Concatenate tables. Questions are renumbered consecutively across the tables."""
+        """Concatenate tables. Questions are renumbered consecutively across the tables, and `counts` are dropped.
+
+        A single table is returned unchanged.
+        """
         if len(tables) == 1:
             return tables[0]
         findings = Findings.joined([table.findings for table in tables])
@@ -101,7 +104,7 @@ class WindowTable:
         return self._numbers[name][np.asarray(ids, dtype=np.int64)]
 
     def lists(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[_Int32s]:
-        """Return a list column's values for the windows `ids`: an int32 array per window, as a view of the file."""
+        """Return a list column's values for the windows `ids`: an int32 array per window, as a view of the table."""
         found = []
         for number, id_ in zip(np.searchsorted(self._ends, ids, side="right"), ids, strict=True):
             offsets, values = self._lists[name][number]
@@ -111,7 +114,7 @@ class WindowTable:
 
 
 def _view(numbers: pa.Array) -> _Int32s:
-    """View an Arrow array as a numpy array. Arrow's to_numpy would import pandas, which takes 0.2 s."""
+    """View an int32 Arrow array as a numpy array. Arrow's to_numpy would import pandas, which takes 0.2 s."""
     whole = np.frombuffer(numbers.buffers()[1] or b"", dtype=np.int32)
     return whole[numbers.offset : numbers.offset + len(numbers)]
 
@@ -123,7 +126,7 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # + 1 token each of question and context
+    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # 2: a token each of question and context
     if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
@@ -139,11 +142,11 @@ def prepare(
     leader: bool = True,
     show_progress: bool = False,
 ) -> WindowTable:
-    """Load the windows of `source` from the cache, or build them. Called by every rank, without collectives.
+    """Load the windows of `source` from the cache, or build them. Every rank calls it; it runs no collectives.
 
-    `leader`: true on one rank per host, which verifies the checksums of the cached windows and logs truncated questions
-    and lost answers. `show_progress` may be true on all ranks of a host, since only the process that builds the windows
-    shows the progress bar.
+    `leader`: true on one rank per host, which verifies the checksums of the cached windows, and logs mistakes in the
+    data, truncated questions and lost answers. `show_progress` may be true on all ranks of a host, since only the
+    process that builds the windows shows the progress bar.
 
     Raises `UserError` if the options, the tokenizer or the questions are unusable, or if the cache is damaged or cannot
     be written.

@@ -63,7 +63,7 @@ def _queue_copies(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cud
 def _read(ids: Ids, copies: list[torch.Tensor], copied: torch.cuda.Event | None) -> Outputs:
     if copied:
         copied.synchronize()
-        copies = [copy.clone() for copy in copies]  # the next copies reuse the pinned memory
+        copies = [copy.clone() for copy in copies]  # frees the pinned memory for later copies
     losses, outputs = copies
     return ids, losses, outputs
 

@@ -1,9 +1,9 @@
 """Converts logits to answers: finds the n best spans of each question from the logits of its windows.
 
-The rules and the files' entries are those of `postprocess_qa_predictions` in transformers' run_qa example, with one
-difference. run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends, and can
-miss a good span (a start outside the top 20 with a very high end). Here every pair within `max_answer_length` is
-scored, as a banded (T, max_answer_length) matrix for T context tokens. So the result is exact, and run_qa's search
+The rules and the entries of the output files are those of `postprocess_qa_predictions` in transformers' run_qa example,
+except for the search. run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends,
+and can miss a good span (a start outside the top 20 with a very high end). Here every pair within `max_answer_length`
+is scored, as a banded (T, max_answer_length) matrix for T context tokens. So the result is exact, and run_qa's search
 approximates it.
 
 Among spans of equal score, the earliest wins, then the shortest, so that the result does not depend on the order of
@@ -59,8 +59,8 @@ class WindowLogits:
 class Candidate:
     """A possible answer: the characters [start, end) of the context. "No answer": text "", with start and end None.
 
-    `probability`: softmax of the scores over the n best candidates. The keys of transformers' former pipeline also
-    work: candidate["answer"], ["start"], ["end"] and ["score"].
+    `probability`: softmax of the scores over the n best candidates. The keys of the question-answering pipeline of
+    transformers 4 also work: candidate["answer"], ["start"], ["end"] and ["score"].
     """
 
     text: str
@@ -146,8 +146,8 @@ def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[
 def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
     """Insert "no answer" into the spans `rows` by its score, after spans of equal score.
 
-    If there are `count` spans (--n_best_size), it replaces the worst, unless that is the only span or "no answer"
-    scores below all spans.
+    If there are `count` spans (--n_best_size), "no answer" replaces the worst, unless that is the only span or "no
+    answer" comes after all spans.
     """
     rank = sum(score >= null[0] for score, *_ in rows)
     spans = max(1, count - 1) if rank < count else count
@@ -158,7 +158,7 @@ def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
 def _best(candidates: _Columns, count: int) -> list[_Row]:
     """Return the `count` best candidates, best first."""
     score, start, end, start_logit, _ = candidates
-    # The last sort key, -start_logit, orders only duplicates of a span from two windows.
+    # -start_logit, the key of lowest priority, orders only duplicates of a span from two windows.
     order = np.lexsort((-start_logit, end, start, -score))[:count]
     return [(score, int(start), int(end), *logits) for score, start, end, *logits in candidates[:, order].T.tolist()]
 

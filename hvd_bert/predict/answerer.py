@@ -162,7 +162,10 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Fill settings that are None with the recorded settings of the training. Leaves out settings without any value."""
+    """Fill settings that are None with those of the training, and check them. Settings without any value are left out.
+
+    Raises UserError for a wrong value, or if the model was trained with a custom task.
+    """
     trained = trained_settings(model)
     task = trained.get("task", QUESTION_ANSWERING)
     if task != QUESTION_ANSWERING:

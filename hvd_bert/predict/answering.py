@@ -51,7 +51,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
-    """Load the model with the command line's settings."""
+    """Select the CPU kernels, and load the model with the command line's settings."""
     settings = {name: getattr(flags, name) for name in ANSWERING}
     precision, batch_size = "bf16" if flags.bf16 else "fp32", flags.per_device_eval_batch_size
     kernels.start(flags.cpu_kernels, precision, device)
@@ -109,7 +109,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
                 if first + world.rank < len(all_blocks):  # in the last round, some ranks may have no block
                     block = all_blocks[first + world.rank]
                     rows += map(partial(_row, flags), block, qa.answer_block(block))
-            gathered = list(chain.from_iterable(world.gather(rows)))  # rows of all ranks on rank 0
+            gathered = list(chain.from_iterable(world.gather(rows)))  # rank 0: all ranks' rows; others: none
             with world.writing("--output", flags.output):
                 if write:
                     write(pa.Table.from_pylist(gathered, schema))

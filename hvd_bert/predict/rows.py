@@ -25,7 +25,7 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
     """Predict for the rows of --input. Write the rows, with predictions as added columns, to --output. A collective."""
     check(flags, world)
     with world.raise_on_all_ranks():
-        # The same setup as when the trainer evaluates.
+        # The settings, precision and kernels of the trainer's evaluation.
         config = command_line.parse(["--no_do_train", "--no_do_eval"], _settings(flags, task_name))
         set_precision(config.train)
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)

@@ -49,11 +49,11 @@ def _has_bytes(kind: pa.DataType) -> bool:
 def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` after the block, unless the block raises. Raises OSError.
 
-    If `path` is a symbolic link, its target is replaced. If another process creates `path` in the meantime, it is
-    replaced only with `overwrite`.
+    If `path` is a symbolic link, its target is replaced. A file that another process creates at `path` in the
+    meantime is replaced only with `overwrite`.
     """
     with replacing(path.resolve(), durable=True) as new:
-        check_output(path, overwrite)  # again: another process may have written it since
+        check_output(path, overwrite)  # another process may have created it since `check`
         yield new
         check_output(path, overwrite)
 

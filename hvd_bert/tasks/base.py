@@ -70,7 +70,7 @@ class Task(ABC):
         model: The model, initially on the CPU. Its weights are equal on all ranks.
         tokenizer: The tokenizer to save with the model, or None.
         plan: The assignment of training windows to steps and ranks; None without training.
-        padding: The value of --padding that the model needs in place of the given value; None if it needs no other.
+        padding: The value of --padding that the model needs; None if it supports the given value.
         evaluates: Whether the run evaluates and has validation data.
         dev_share: The fraction of the validation data that --fast_dev_run evaluates.
         forward_flops: FLOP of the model's forward pass; None if unknown.
@@ -114,7 +114,7 @@ class Task(ABC):
         """Return facts, besides the settings, that must be equal on all ranks, such as a hash of the data."""
 
     def facts(self) -> dict[str, object]:
-        """Return further entries for train_results.json. Called on rank 0."""
+        """Return further entries for train_results.json; none by default. Called on rank 0."""
         return {}
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Task(ABC):
         """Return facts, besides settings and model shape, that must not change on resume, such as the data's hash."""
 
     def window_names(self, ids: Ids) -> list[str]:
-        """Return names by which a user can find the training windows `ids` in the data, for messages."""
+        """Return names for messages, by which a user can find the training windows `ids`; by default, their numbers."""
         return [f"number {id_}" for id_ in ids.tolist()]
 
     def flops(self, lengths: Lengths, micro_batches: int) -> float | None:
@@ -140,7 +140,10 @@ class Task(ABC):
         self._save_tokenizer(folder)
 
     def save(self, folder: Path) -> None:
-        """Write the trained model into an empty folder for `from_pretrained` or `load_state_dict`."""
+        """Write the trained model, its adapters and its tokenizer into an empty folder.
+
+        `from_pretrained` loads a transformers model. Other models are saved as weights for `load_state_dict`.
+        """
         for name, content in self.adapter_files.items():
             (folder / "adapter").mkdir(exist_ok=True)
             (folder / "adapter" / name).write_bytes(content)
@@ -153,25 +156,26 @@ class Task(ABC):
         self._save_tokenizer(folder)
 
     def add_adapters(self, config: Config) -> None:
-        """With --lora_rank, freeze the encoder and add trainable adapters to it. Raises UserError if that fails."""
+        """When training with --lora_rank, freeze the encoder and add adapters to it. Raises UserError if that fails."""
         if self.plan and config.model.lora_rank:
             self.lora = add_adapters(self.model, config.model, config.train.seed)
             self.forward_flops = self.forward_flops and forward_flops(self.model)
 
     def merge_adapters(self) -> None:
-        """Add the trained adapters to the model's weights."""
+        """Add the trained adapters, if any, to the model's weights, and set `adapter_files`."""
         if self.lora:
             self.adapter_files, self.lora = merge(self.lora), None
 
     def _save_tokenizer(self, folder: Path) -> None:
-        """Save the tokenizer. Its `model_input_names` list token types only if the model was trained with them."""
+        """Save the tokenizer, if any. Its `model_input_names` list token types only if the model takes them."""
         if self.tokenizer is None:
             return
         types, inputs = "token_type_ids", self.tokenizer.model_input_names
         takes = getattr(self.model, "takes_token_types", types in inputs)
         if takes != (types in inputs):
             names = [*inputs, types] if takes else [name for name in inputs if name != types]
-            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names  # 2nd: saved
+            # save_pretrained writes only names that are in init_kwargs.
+            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names
         self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # it could overwrite a user's template
 
 
@@ -182,14 +186,15 @@ def task_name(task: type[Task]) -> str:
 
 
 def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:
-    """Import the class of question answering, or that of a custom task, MODULE:CLASS. Raises UserError if that fails.
+    """Import the class that --task names. Raises UserError if that fails or it is not a complete subclass of Task.
 
-    `custom`: the class, if a program passes it directly. Then `name` need not be importable.
+    `custom`: the class, if a program passes it directly. Then it is only checked.
     """
     try:
         found = custom or resolve_name(QUESTION_ANSWERING_CLASS if name == QUESTION_ANSWERING else name)
     except (Exception, SystemExit) as error:
-        if name == QUESTION_ANSWERING or isinstance(error, UserError):  # the installation is damaged
+        # Question answering is part of the package, so a failure needs a traceback. A UserError has its own message.
+        if name == QUESTION_ANSWERING or isinstance(error, UserError):
             raise
         raise UserError(
             f"--task {name}: cannot be imported ({type(error).__name__}: {error}). Give MODULE:CLASS, such as"
@@ -238,7 +243,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             f"--gradient_accumulation_steps {accumulation}: a step would have more micro-batches than the"
             f" {len(lengths)} windows of the training data. Use a smaller number or more data."
         )
-    rank_batch = args.per_device_train_batch_size * world.devices or 1  # 0: training/batch_size.py chooses it later
+    rank_batch = args.per_device_train_batch_size * world.devices or 1  # 0 (auto): training/batch_size.py sets it later
     global_batch = rank_batch * accumulation * world.size
     plan = BatchPlan(lengths, global_batch, accumulation, world.size, args.seed, crossover, mixture)
     if args.global_batch == -1:
@@ -259,8 +264,8 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
 
 
 def weight_copies(trains: bool, strategy: str, world: World) -> int:
-    """Return how many copies of the weights, or arrays of their size, a rank needs in this host's free memory."""
+    """Return how many arrays of the weights' size must fit into this host's free memory per rank."""
     if world.process.generation > 0:
-        return 0  # this process still has the memory of its previous world
+        return 0  # the memory of its previous world, which it reuses, does not count as free
     whole = not STRATEGIES[strategy].shards
     return 4 if whole and trains and world.device.type == "cpu" else 1  # weights, gradients and AdamW's two moments

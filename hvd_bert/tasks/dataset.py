@@ -97,7 +97,7 @@ class DatasetTask(Task):
         of_training = as_trained(config) if evaluates else None
         self.config, self.world = of_training or config, world
         self.trained = name if of_training else None
-        torch.manual_seed(self.config.train.seed)  # for new weights
+        torch.manual_seed(self.config.train.seed)  # so that new weights are equal on all ranks
         self.load(self.config)
         if evaluates and (self.trained or not isinstance(self.model, PreTrainedModel)):
             if name in (None, DEFAULT_MODEL):
@@ -115,9 +115,9 @@ class DatasetTask(Task):
             raise UserError(f"--task {self.config.data.task}: {source} has no examples. Give data with examples.")
 
     def limit(self, data: DataArguments) -> None:
-        """Apply --max_train_samples, and check that `load` has applied --max_eval_samples.
+        """Apply --max_train_samples. Raise UserError if `load` has not applied --max_eval_samples.
 
-        Only `load` can apply the latter, since `score` may depend on data that belong to the examples of `dev`.
+        Only `load` can apply --max_eval_samples, since `score` may use further data about the examples of `dev`.
         """
         count = data.max_train_samples
         if self.train is not None and count is not None:
@@ -150,11 +150,17 @@ class DatasetTask(Task):
         return None
 
     def inputs(self, rows: Dataset) -> Examples:
-        """Make examples from a file's rows, for `hvd-bert predict`. Labels are arbitrary: losses are ignored."""
+        """Make examples from a file's rows, for `hvd-bert predict`. Override this: the default raises UserError.
+
+        Labels may be arbitrary, since losses are ignored.
+        """
         raise UserError(f"--task {self.config.data.task}: to predict, it needs a method `inputs`. Add it.")
 
     def predict(self, rows: Dataset) -> Any:
-        """Return the `predictions` for the rows of a file, as lists; None on ranks other than 0. A collective."""
+        """Return the `predictions` for the rows of a file, as lists; None on ranks other than 0. A collective.
+
+        The rows replace `dev`.
+        """
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
             self._check_not_empty("the result of `inputs`")
@@ -163,7 +169,7 @@ class DatasetTask(Task):
         return self._on_rank_0(self.model, lambda shares: as_lists(self.predictions(self._joined(shares)[0])))
 
     def positions(self, batch: Any, tokens: int) -> int:
-        """Return a batch's number of token positions, including padding. `tokens`: its number without padding."""
+        """Return a batch's number of token positions, with padding. Default: `tokens`, its number without padding."""
         return tokens
 
     def batch(self, ids: Ids) -> MicroBatch:
@@ -194,7 +200,7 @@ class DatasetTask(Task):
 
         Forward passes run no collectives, so ranks may have different numbers of batches, or none.
         """
-        with self.world.raise_on_all_ranks(EXIT_FAILURE):  # NaN weights, for example
+        with self.world.raise_on_all_ranks(EXIT_FAILURE):  # a user error on one rank, such as NaN weights
             share = self._evaluate_share(model)
         shares = self.world.gather(share)
         with self.world.raise_on_all_ranks(EXIT_FAILURE):

@@ -44,11 +44,11 @@ class EncoderTask(DatasetTask):
     classes: Sequence[str] = ()  # one class for regression; empty for spans
 
     def load_model(self, head: Any, classes: Sequence[str] = ()) -> None:
-        """Set `tokenizer`, `model` and `classes` from the settings. Raises UserError.
+        """Set `tokenizer`, `model`, `classes` and `padding` from the settings. Raises UserError.
 
-        `head`: transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification. `classes`: class
-        names for config.json; default: the model's. If the model has the same names, regardless of case, its order is
-        used. When a trained model is evaluated, `classes` is ignored in favor of its saved names.
+        `head`: the transformers class, such as AutoModelForSequenceClassification. `classes`: class names for
+        config.json; default: the model's. If the model has the same names, regardless of case, its order is used. When
+        a trained model is evaluated, `classes` is ignored in favor of its saved names.
         """
         args, train = self.config.model, self.config.train
         if self.trained:
@@ -109,7 +109,7 @@ class EncoderTask(DatasetTask):
         return Collator(table, self.world.device, data.pad_to, bucket)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Compute float32 logits: [texts, classes], or [texts, tokens of the longest text, classes] per token."""
+        """Compute float32 logits [texts, classes] or, for a token head, [texts, tokens of longest text, classes]."""
         return head_logits(model, batch)
 
     def positions(self, batch: Labelled, tokens: int) -> int:
@@ -138,7 +138,7 @@ class EncoderTask(DatasetTask):
 
 
 def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:
-    """Set and return the configuration's class names. If `classes` is empty, its present names stay."""
+    """Set and return the configuration's class names, as `EncoderTask.load_model` describes."""
     before = [str(config.id2label[i]) for i in range(config.num_labels)]
     order = [name.lower() for name in before]
     if not classes:

@@ -41,7 +41,7 @@ ENTRY = ("text", "start_logit", "end_logit", "probability")  # keys of a candida
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionSet(Examples):
-    """Windows of the questions of all files. `questions` and `sets` (see `members`) are empty for training data."""
+    """The windows of all files' questions. `questions` and `sets` (see `members`) are empty for training data."""
 
     source: Source
     windows: WindowTable
@@ -78,7 +78,10 @@ class QuestionAnswering(EncoderTask):
         return QuestionSet(collate, windows.lengths, source.digest, source=source, windows=windows, **more)
 
     def _load_split(self, split: str) -> QuestionSet:
-        """Load the "train" or "validation" questions. One rank per host tokenizes them. Raises UserError."""
+        """Load the "train" or "validation" questions and their windows, cached if possible. Raises UserError.
+
+        With --fast_dev_run, only every n-th validation question is used.
+        """
         data, world, cache_dir = self.config.data, self.world, self.config.model.cache_dir
         files, sources = zip(*open_split(data, split, cache_dir), strict=True)
         limit = data.max_train_samples if split == "train" else data.max_eval_samples
@@ -177,7 +180,7 @@ class QuestionAnswering(EncoderTask):
 
     @cached_property
     def _question_ids(self) -> list[str]:
-        """Ids of the training questions. They are read again when a message first needs them."""
+        """Ids of the training questions. The data is read again when a message first needs them."""
         assert self.train is not None
         return [question.id for question in self.train.source.questions()]
 

@@ -83,7 +83,7 @@ def read_rows(path: str, flag: str) -> Dataset:
 
 
 def _check_columns(name: str, columns: list[str]) -> list[str]:
-    """Return the columns. Raises UserError if two have the same name."""
+    """Return all columns. Raises UserError if two have the same name, except pandas' index columns."""
     for column, count in Counter(columns).items():
         if count > 1 and not files.is_index(column):
             raise UserError(f"{name}: {count} columns are named {column!r}. Rename all except one.")
@@ -91,7 +91,7 @@ def _check_columns(name: str, columns: list[str]) -> list[str]:
 
 
 def _objects(name: str, located: Iterable[files.Located]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `files.parsed`. Raises UserError for the first value that is not an object."""
+    """Yield the rows of `files.parsed`. Raises UserError at the first mistake, or value that is not an object."""
     for where, value in located:
         if isinstance(value, Mistake):
             raise UserError(f"{name}: {value}. Fix the file.")

@@ -21,7 +21,7 @@ _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # ignores special tokens suc
 def load_tokenizer(args: ModelArguments) -> Any:
     """Load the model's fast tokenizer. Raises UserError if it has none, or one with an unsupported layout."""
     extra: dict[str, Any] = {"use_fast": True}
-    if args.config_name and hub.lacks_model_type(args.tokenizer):  # config_name tells its class
+    if args.config_name and hub.lacks_model_type(args.tokenizer):  # AutoTokenizer needs the model type
         extra["config"] = hub.load_pretrained(AutoConfig, args.config_name, **args.on_hub)
     tokenizer = _load_with_case(args, **extra)
     # For a folder without a vocabulary, transformers returns an empty tokenizer.

@@ -19,7 +19,9 @@ _TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # pad_to_m
 
 
 def as_trained(config: Config) -> Config | None:
-    """Fill unset settings of model, data and seed with those of the training in the folder --model_name_or_path.
+    """Return the settings; those of model, data and seed with default values come from the training to evaluate.
+
+    --model_name_or_path names the folder of the training, and becomes the model with which the training began.
 
     A given --dataset_name replaces the training's data set and files. A given data file replaces the training's data
     set. Returns None if the folder has no settings of a training.

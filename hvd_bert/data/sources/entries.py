@@ -18,9 +18,9 @@ from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Rea
 
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
-_Text = str | int  # int: 1912.0 becomes "1912"
-_WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # integer ids, which pandas writes as floats if one is missing
-_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # numpy's notation in pandas' cells
+_Text = str | int  # whole numbers become texts: 1912.0 becomes "1912"
+_WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # an integer id, which pandas writes as 7.0 if another id is missing
+_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # notation of numpy arrays in pandas' cells
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
 _TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # types of non-text fields
@@ -32,14 +32,14 @@ class _Entry(msgspec.Struct):
     question: _Text = ""
     title: _Text = ""
     id: _Text = ""
-    is_impossible: bool | int = False  # int: 0.0 becomes 0
+    is_impossible: bool | int = False  # int, since pandas may write 0.0 or 1.0
 
 
 # --- SQuAD's nesting -----------------------------------------------------------------------------
 
 
 def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
-    """Yield the questions of a flat row or of SQuAD's nested levels, some of which may be missing or repeated.
+    """Yield (path, question or mistake) for a flat row or for SQuAD's nested levels. Levels may be missing or repeated.
 
     `where`: path of `node` in the file. `outer`: title and context from the levels above.
     """
@@ -80,7 +80,10 @@ def is_nested(node: Mapping[str, Any]) -> bool:
 
 
 def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], reading: Reading) -> Question:
-    """Make a question with its answers. Raises Mistake, with the question if an evaluation can score it."""
+    """Make a question with its answers. Raises Mistake, with the question if an evaluation can score it.
+
+    For predictions, mistakes in the answers are ignored.
+    """
     given = {field: row[name] for field, name in names.items() if name in row}
     values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
     if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
@@ -139,7 +142,8 @@ def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
 def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
     """Find an answer in its context. Returns its text in the context's Unicode form, and its start or None if unknown.
 
-    Raises Mistake if the answer is not at `start`, or if the first answer is not in the context exactly once.
+    Raises Mistake if the answer is not at `start`, or if the first answer has no start and is not in the context
+    exactly once.
     """
     text = as_text(f"{at}.text", text)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
@@ -173,7 +177,7 @@ def _parsed(field: str, value: Any, context: str) -> Any:
     """
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
-    if value in context and value.strip("[{}] "):  # an answer such as [1], a footnote number
+    if value in context and value.strip("[{}] "):  # an answer's text, such as the footnote number [1]
         return value
     for parse in (json.loads, _literal, lambda text: _literal(_NAN.sub("None", _NUMPY.sub("", text)))):
         try:

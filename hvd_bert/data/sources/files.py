@@ -31,7 +31,7 @@ _GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 _JSON = re.compile(r"\s*[\[{]")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
-MAX_RATIO = 100  # largest ratio of unpacked to packed size; gzip itself allows 1,032
+MAX_RATIO = 100  # maximum ratio of unpacked to packed size above 1 GiB; gzip itself reaches 1,032
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def is_index(column: str) -> bool:
 
 
 def unpacked(name: str, content: bytes) -> bytes:
-    """Decompress the content if it is gzipped. Raises UserError."""
+    """Decompress the content if it is gzipped. Raises UserError if it is damaged or too large."""
     if not content.startswith(_GZIP):
         return content
     with as_user_error(lambda reason: f"{name}: damaged gzip file ({reason}). Copy or download it again."):
@@ -116,7 +116,7 @@ def _json_lines(name: str, text: str) -> Iterator[Located]:
 def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Located]:
     """Parse CSV with column names in the first line.
 
-    Strict, since reading `"a" b` as `a b`, as pandas and pyarrow do, would shift character offsets.
+    A cell such as `"a" b` is an error. pandas and pyarrow read it as `a b`, which would shift character offsets.
     """
     csv.field_size_limit(2**31 - 1)  # by default, texts over 128 KiB are errors
     text = text.lstrip("\r\n")

@@ -51,7 +51,7 @@ class Reading:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Mapping from SQuAD's keys to column names of flat rows. Hub data sets' digests depend on its order."""
+        """Column names of flat rows, by SQuAD key. Another order would change the digests of hub data sets."""
         names = ("id", "title", "context", "question", "answers", "answer_start", "is_impossible")
         given = {"context": self.context_column, "question": self.question_column, "answers": self.answer_column}
         return {name: given.get(name, name) for name in names}
@@ -59,7 +59,7 @@ class Reading:
     def digest(self, content_digest: str, version_2_with_negative: bool) -> str:
         """Hash the content's digest with the settings that decide which questions are used or refused. Returns SHA-256.
 
-        Without the settings, windows cached by one run would hide an error from a run with other settings.
+        If the hash lacked the settings, windows cached by one run would hide an error from a run with other settings.
         """
         text = f"{content_digest} {version_2_with_negative}"
         same_questions = self.bad_examples == "error" and self.purpose == "evaluation"
@@ -90,11 +90,11 @@ Found = tuple[str, Question | Mistake]  # (path in the file, question or mistake
 
 @dataclass(frozen=True)
 class Findings:
-    """Results of reading a source, for the log.
+    """The mistakes and columns that were found in a source.
 
     Attributes:
         columns: Description of the columns of flat rows; "" if they have SQuAD's names.
-        mistakes: Kind of mistake -> number of questions, with `--bad_examples skip`.
+        mistakes: Kind of mistake -> number of questions. Empty without `--bad_examples skip`.
         first: Descriptions of the first mistakes, with their paths.
         left_out: Number of questions left out.
     """
@@ -116,7 +116,7 @@ class Findings:
 def checked(
     name: str, found: Iterable[Found], version_2_with_negative: bool, reading: Reading
 ) -> tuple[list[Question], Findings]:
-    """Select the usable questions. Raises UserError for mistakes unless `reading` skips them, or if none is usable.
+    """Select the usable questions. Raises UserError if there are none, or for mistakes unless `reading` skips them.
 
     When mistakes are skipped, an evaluation still uses the questions that it can score by their answers' texts.
     """

@@ -1,7 +1,7 @@
 """Opens data files and hub data sets as sources of checked `Question`s.
 
-A file is SQuAD's JSON, JSON Lines, CSV or Parquet. Its content determines the format, not its name. Opening is fast:
-only `Source.load` parses and checks the content, on the ranks that need it.
+A file is SQuAD's JSON, JSON Lines, CSV or Parquet. Its content determines the format, not its name. Opening a file only
+hashes its content. `Source.load` parses and checks it, on the ranks that need it.
 
 Character offsets count Unicode code points from the start of the unstripped context, since some of SQuAD's contexts
 begin with a space.
@@ -46,7 +46,7 @@ class Source:
 
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
-    """Open a data file. Raises UserError if it cannot be read. `Source.load` checks the content."""
+    """Open a data file and hash it. Raises UserError if it cannot be read. `Source.load` checks the content."""
     name = os.fspath(path)
     with files.opened(name) as opened:
         digest = sha256_of(opened)
@@ -105,7 +105,7 @@ def from_questions(name: str, questions: Iterable[Question]) -> Source:
 
 
 def joined(sources: Sequence[Source], limit: int | None = None) -> Source:
-    """Join the first `limit` questions of each source, or all. Returns a single source unchanged."""
+    """Join the first `limit` questions of each source; None means all. A single source is returned unchanged."""
     if len(sources) == 1:
         return sources[0]
     digest = hashlib.sha256(" ".join(source.digest for source in sources).encode()).hexdigest()
@@ -128,14 +128,20 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
 
 @dataclass
 class Columns:
-    """Chooses the columns of flat rows. `used`: description of the chosen columns; "" if they have SQuAD's names."""
+    """Chooses the columns of flat rows.
+
+    `used`: description of the chosen columns, set by `choose`; "" if they have SQuAD's names.
+    """
 
     name: str
     reading: Reading
     used: str = ""
 
     def choose(self, present: list[str]) -> list[str]:
-        """Choose which of the columns `present` to read. Raises UserError if one is missing or occurs twice."""
+        """Return those of the columns `present` that are to be read; all of them if the rows are nested.
+
+        Raises UserError if a required column is missing or occurs twice.
+        """
         names = self.reading.names
         if names["question"] not in present and not set(LEVELS).isdisjoint(present):
             return present  # the rows are nested
