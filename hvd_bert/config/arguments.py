@@ -14,9 +14,10 @@ from hvd_bert.errors import UserError
 
 
 def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise UserError for an argument whose value is not of its type in `kinds`. Paths count as str, ints as float.
+    """Raise UserError for an argument whose value is not of its type in `kinds`.
 
-    `values`, `kinds`: values and types by argument name. Arguments that `kinds` lacks are not checked.
+    `values`, `kinds`: values and types by argument name. Arguments that `kinds` lacks are not checked. A path is
+    accepted as str, an int as float.
     """
     for name, value in values.items():
         kind = kinds.get(name, Any)
@@ -29,7 +30,7 @@ def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths to str, NumPy's numbers to Python's, and arrays and table columns to lists."""
+    """Convert paths to str, NumPy's numbers to Python's, and arrays, table columns and other sequences to lists."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

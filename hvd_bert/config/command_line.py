@@ -129,7 +129,10 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
 
 
 def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Parse a command line as `parse` does, but return the values of all flags without checking their combination."""
+    """Parse a command line as `parse` does, but return the values of all flags without checking their combination.
+
+    With --help, prints the help and exits.
+    """
     if HELP & set(argv):
         topic = [*argv, ""][min(argv.index(word) for word in HELP & set(argv)) + 1]
         print(help_text("" if topic.startswith("-") else topic), end="")
@@ -159,7 +162,8 @@ def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any
 def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:
     """Return the arguments of `run_as_rank` that a process needs before it joins its world.
 
-    If the command line is wrong, only --strategy is read, since the error is reported after the ranks have joined.
+    With --help or a wrong command line, returns only the strategy: the help or the error follows after the ranks have
+    joined.
     """
     try:
         if not HELP & set(argv):
@@ -180,7 +184,7 @@ def flag_names(words: Sequence[str]) -> set[str]:
 
 
 def given_flags(words: Sequence[str]) -> set[str]:
-    """Return the trainer's flags on a command line by the names of their fields, whatever their spelling."""
+    """Return the field names of the trainer's flags on a command line. All spellings are recognized."""
     return {_FLAG_BY_SPELLING[spelling] for spelling in flag_names(words) & _FLAG_BY_SPELLING.keys()}
 
 
@@ -238,9 +242,9 @@ def to_argv(flag: str, value: Any) -> list[str]:
 
 
 def trained_settings(model: str) -> dict[str, Any]:
-    """Read the settings with which a model was trained from its train_config.yaml. Empty without such a file.
+    """Read the settings with which a model was trained from its train_config.yaml; {} without such a file.
 
-    `model`: a model folder or a checkpoint, whose parent folder may have the file. It may also be a hub name.
+    `model`: a model folder, a checkpoint (the file may be in its parent folder), or a hub name (returns {}).
     """
     folder = Path(model)
     if os.path.isdir(model):  # Path's methods raise for a name that is too long

@@ -17,8 +17,8 @@ _RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # words in names of ot
 class DataFile:
     """A data file.
 
-    `name`: the prefix of a validation file's metrics; "" for a single file without a name. `weight`: how often an epoch
-    has each window of a training file, on average.
+    `name`: the prefix of a validation file's metrics; "" for a single file without a name. `weight`: average number of
+    times that an epoch contains each window of a training file.
     """
 
     path: str
@@ -27,9 +27,9 @@ class DataFile:
 
 
 def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
-    """Parse the value of `flag` into its files. A value that is the path of an existing file is not split.
+    """Parse the value of `flag` into its files. An entry that is an existing path is not split at "=" or ":".
 
-    Raises UserError if two files are the same or have the same name.
+    Raises UserError for an invalid name or weight, or if two files are the same or have the same name.
     """
     texts = [given] if isinstance(given, str) else given or []
     files = [_parsed(flag, text, len(texts) > 1) for text in texts]
@@ -55,7 +55,7 @@ def _parsed(flag: str, text: str, several: bool) -> DataFile:
 
 
 def _named(text: str, several: bool) -> DataFile:
-    """Parse FILE or NAME=FILE. `several`: name a file without NAME after the file, without its extensions."""
+    """Parse FILE or NAME=FILE. If `several`, the default NAME is the file's name without extensions, else ""."""
     name, equals, path = text.partition("=")
     if equals and path and "/" not in name and not os.path.exists(text):
         return DataFile(path, name)

@@ -45,7 +45,7 @@ class Flag(Limits):
             does not change the training's result, or if checkpoints record it in another form (data, model, batch).
         chooses_start: Whether the flag only decides where a run starts. Only rank 0 reads such a flag, since under
             Horovod elastic the ranks of a new world may have different values.
-        replaces: Flags that are ignored in a preset or YAML file if this flag is on the command line.
+        replaces: Flags whose values from a preset, a YAML file or a model's training are ignored if this flag is given.
     """
 
     group: str

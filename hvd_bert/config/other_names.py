@@ -6,7 +6,7 @@ import difflib
 
 from hvd_bert.config.settings import FLAGS
 
-# Flags of run_qa (including older versions), Lightning, DeepSpeed and common training scripts -> remedy.
+# Space-separated flags of run_qa (also of older versions), Lightning, DeepSpeed and common training scripts -> remedy.
 _REMEDIES = {
     # model and data
     "model model_name model_path model_type bert_model checkpoint": "use --model_name_or_path",
@@ -70,7 +70,7 @@ ELSEWHERE = {name: remedy for names, remedy in _REMEDIES.items() for name in nam
 
 
 def hint(name: str, prefix: str = "--") -> str:
-    """Return the end of a message about the unknown flag `name`.
+    """Return the end of a message about the unknown flag `name`: a suggestion, or "." if there is none.
 
     `prefix`: the characters before flags: "--" on the command line, "" in a YAML file.
     """

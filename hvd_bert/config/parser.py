@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from hvd_bert.errors import UserError
 
 HELP = {"-h", "--help"}
-LARGEST = 2**32 - 1  # maximum of seeds, which all libraries accept, and of a sweep's numbers
+LARGEST = 2**32 - 1  # maximum of whole numbers; all libraries accept it as a seed
 MAX_SECONDS = 1e9  # maximum of durations; the system's clocks overflow beyond 9e9
 AUTO = 0  # the number that represents the word auto
 MAX_RUNS = 1000  # maximum number of repetitions of a measurement
@@ -95,7 +95,7 @@ def switch(text: str) -> bool:
 
 
 def whole_number(text: str) -> int:
-    """Parse a number of reasonable size."""
+    """Parse an integer from -LARGEST to LARGEST."""
     try:
         number = int(text)
     except ValueError:
@@ -106,7 +106,7 @@ def whole_number(text: str) -> int:
 
 
 def decimal(text: str) -> float:
-    """Parse a number, also YAML's .inf."""
+    """Parse a float. Infinity may be written as in YAML (.inf)."""
     try:
         return float(text.replace(".inf", "inf"))
     except ValueError:
@@ -114,7 +114,7 @@ def decimal(text: str) -> float:
 
 
 def number_or_auto(text: str) -> int:
-    """Parse a number from 1 or the word auto."""
+    """Parse an integer other than 0, or the word auto, for which AUTO is returned."""
     number = AUTO if text == "auto" else whole_number(text)
     if number == AUTO and text != "auto":
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1, or auto")
@@ -122,7 +122,7 @@ def number_or_auto(text: str) -> int:
 
 
 def path_problem(path: str) -> str:
-    """Return why a path is not usable, with a remedy, or "" if it is usable.
+    """Return the reason why a text cannot be a path, with a remedy; "" if it can. Does not test whether it exists.
 
     Paths must be valid UTF-8, because libraries always encode them as UTF-8.
     """
@@ -154,9 +154,9 @@ def shortened(text: str, maximum: int = 200) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Checks numbers and paths while it parses them.
+    """Parser that checks numbers and paths, and raises UserError for a wrong command line.
 
-    It raises UserError for a wrong command line. argparse would print its message and exit on every rank.
+    argparse itself would print its message on every rank, and exit.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

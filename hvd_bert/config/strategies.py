@@ -22,7 +22,7 @@ class StrategyRow:
         world: HOROVOD, TORCH or ALONE.
         refuses: Flags that do not work with the strategy -> reason and remedy. FLAG=VALUE refuses a single value, FLAG
             all values except the default.
-        shards: Whether the weights are sharded over the ranks.
+        shards: Whether weights, gradients or optimizer state are sharded over the ranks.
         several_gpus: Whether a single process trains on all visible GPUs.
         package: The package that the strategy needs in addition to torch; "" if torch is enough.
         install: The command that installs the package.

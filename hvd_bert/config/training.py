@@ -9,7 +9,7 @@ from functools import partial
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
 from hvd_bert.config.parser import AUTO, LARGEST
 
-# The learning-rate schedules of transformers that depend on the step only, without further arguments or the loss.
+# transformers' learning-rate schedules that take no further arguments and do not depend on the loss.
 SCHEDULES = [
     "linear",
     "cosine",
@@ -21,7 +21,7 @@ SCHEDULES = [
 ]
 
 REDUCE_OVERHEAD = "reduce-overhead"  # the mode of torch.compile that captures CUDA graphs
-# Names for --report_to, which are packages -> MODULE:CLASS of the reporter, and its files in the output folder.
+# Name in --report_to, also the package's name -> MODULE:CLASS of the reporter, and its files in the output folder.
 REPORTERS = {
     "tensorboard": ("hvd_bert.output.reporters.tensorboard:TensorBoard", ["tb"]),
     "wandb": ("hvd_bert.output.reporters.wandb:Wandb", ["wandb", "tracking.json"]),
@@ -192,7 +192,7 @@ class TrainArguments:
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether torch captures CUDA graphs of the compiled layers, which it does on GPUs only."""
+        """Whether torch.compile's mode is the one that captures CUDA graphs. On CPUs, it captures none."""
         return self.torch_compile_mode == REDUCE_OVERHEAD
 
     @property

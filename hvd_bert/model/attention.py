@@ -1,7 +1,7 @@
 """Attention over packed windows: each token attends to its own window only, and there is no padding.
 
 If windows were padded to 384 tokens, more than half of SQuAD's positions would be padding. Here a batch of windows is
-one row of N tokens. The model's forward pass hands on the argument `windows`, which has the windows' borders. `choose`
+one row of N tokens. The model passes its argument `windows`, the windows' borders, to every attention layer. `choose`
 selects the kernel.
 """
 
@@ -144,7 +144,7 @@ def _takes(name: str, arguments: str) -> bool:
 
 def by_flash(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
     """Compute torch's flash attention over all windows at once, on a GPU in half precision."""
-    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # no values are read from the GPU
+    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # no value is read back from the GPU
     output: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -229,7 +229,7 @@ def by_fused(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropou
 
 
 def _mask(make: Callable[..., Any], attention_mask: Tensor | None = None, **options: Any) -> Any:
-    """Make transformers' mask of padded windows, even if no window is padded: testing that would wait for the GPU."""
+    """Call `make`, a mask function of transformers, without its test for padding, which would wait for the GPU."""
     if attention_mask is not None:
         options["allow_is_bidirectional_skip"] = False
     return make(attention_mask=attention_mask, **options)

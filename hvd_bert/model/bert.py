@@ -39,8 +39,8 @@ def load_model(
     """Load or create a model on the CPU, in fp32. New weights (the head, or all from scratch) depend only on `seed`.
 
     `padded`: true for padded batches, which use transformers' own attention; false for packed batches. `needs_head`:
-    whether saved weights must include the head. `config`: the result of `load_config`, if already loaded. `head`: see
-    `families.class_with_head`.
+    whether saved weights must include the head. `config`: the result of `load_config`, if already loaded; it is
+    modified. `head`: see `families.class_with_head`.
 
     Raises UserError if the model is not supported, or if it does not fit the tokenizer or `max_seq_length`.
     """
@@ -52,7 +52,7 @@ def load_model(
     if head is AutoModelForQuestionAnswering:
         config.num_labels = 2  # start and end, even if the checkpoint has a classifier
     configure(config, kind, args.dropout, padded, args.attention_dropout)
-    torch.default_generator.manual_seed(seed)  # the caller seeds the GPUs
+    torch.default_generator.manual_seed(seed)  # the CPU's generator only; the caller seeds the GPUs
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with hub.reported(source):
         model = families.adapt(model or kind(config), token_types)
@@ -70,7 +70,7 @@ def new_model(
     config.num_labels = 2  # start and end
     kind = families.model_class(config)
     configure(config, kind, dropout, padded, attention_dropout)
-    torch.default_generator.manual_seed(seed)  # the caller seeds the GPUs
+    torch.default_generator.manual_seed(seed)  # the CPU's generator only; the caller seeds the GPUs
     model = families.adapt(kind(config), getattr(config, "type_vocab_size", 0) >= 2)
     if config.model_type not in families.FAMILIES:
         check_unlisted(model, 1)
@@ -80,7 +80,10 @@ def new_model(
 def configure(
     config: Any, kind: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None
 ) -> None:
-    """Set a configuration's dropout probabilities, unless they are None, and the attention for class `kind`."""
+    """Set a configuration's attention for class `kind`, and its dropout probabilities unless they are None.
+
+    Also limits oneDNN's kernel caches for this process.
+    """
     for name in _dropout_settings(config):
         given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
         setattr(config, name, next(value for value in given if value is not None))
@@ -122,7 +125,7 @@ def span_losses(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: 
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
-    """Raise UserError if model and tokenizer have different vocabularies, or the model fewer positions than needed."""
+    """Raise UserError if model and tokenizer have different vocabularies, or the model has too few positions."""
     embeddings = getattr(config, "vocab_size", 0)  # CANINE has no vocabulary
     surplus = embeddings - len(tokenizer)
     largest = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, since ids may have gaps

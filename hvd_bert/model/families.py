@@ -119,7 +119,7 @@ def max_tokens(config: Any) -> int:
 def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
     """Return `padding` (--padding), or "longest" if it is "none" and the family does not support packed windows.
 
-    Logs the reason. `unit`: name of the examples in messages.
+    Logs families whose windows must be padded. `unit`: name of the examples in messages.
     """
     name = config.model_type
     if name not in FAMILIES:
@@ -157,7 +157,7 @@ def adapt(model: Any, token_types: bool) -> Any:
 
 
 def try_once(model: Any) -> None:
-    """Run the encoder on a short window. If the configuration is wrong, an exception of any type propagates."""
+    """Run the encoder once, on a short window. If its configuration is wrong, an exception of any type propagates."""
     config = model.config
     length = int(np.max(getattr(config, "attention_window", 2)))  # Longformer pads to multiples of its window
     tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
@@ -174,7 +174,7 @@ def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -
     if types is None or not model.takes_token_types:
         del inputs["token_type_ids"]
     if family.question_attends_globally and types is not None:
-        # transformers marks the tokens before the first separator, and fails if a text contains another separator.
+        # Without this, transformers marks the tokens before the first separator, and fails if a text contains another.
         inputs["global_attention_mask"] = ((types == 0) & (ids != model.config.sep_token_id)).long()
     if inputs.get("windows"):
         assert family.packed
@@ -186,12 +186,12 @@ def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -
     inputs.pop("position_ids", None)  # the model makes its own positions
     if mask is not None:
         inputs["input_ids"] = ids.masked_fill(~mask, model.config.pad_token_id or 0)
-        inputs["attention_mask"] = mask.long()  # tokenizers give int64
+        inputs["attention_mask"] = mask.long()  # int64, as from transformers' tokenizers
     return (), inputs
 
 
 def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:
-    """Forward hook: reduce each packed text to one vector for the head, its first token's or the mean."""
+    """Forward hook: reduce each packed text to one vector for the head: its first token's or its mean."""
     windows = inputs.get("windows")
     if windows:
         texts = output.last_hidden_state[0].split(windows.lengths)

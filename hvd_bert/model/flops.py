@@ -18,7 +18,7 @@ class ForwardFlops:
 
     Attributes:
         per_batch: FLOP per micro-batch that do not depend on the windows, such as for DeBERTa's relative positions.
-        per_token: FLOP per token: 2 per weight of a linear layer and use of it, and Longformer's attention.
+        per_token: FLOP per token: 2 per weight of a linear layer and per use of the layer; also Longformer's attention.
         per_pair: FLOP per pair of tokens: attention's scores and weighted sums. ModernBERT's local attention counts as
             global attention.
         crossover: Window length in tokens at which attention costs as much as the rest of the encoder: 2304 for MiniLM,
@@ -49,7 +49,8 @@ def forward_flops(model: Any) -> ForwardFlops:
     config, hidden, layers = model.config, model.config.hidden_size, model.config.num_hidden_layers
     encoder, head, frozen, per_batch = 0, 0, 0, 0
     for name, layer in model.named_modules():
-        positions_or_question = ".pos_" in name or "_global" in name  # DeBERTa: see below; Longformer: not counted
+        # DeBERTa's position layers are counted below; Longformer's layers for the question's tokens are not counted.
+        positions_or_question = ".pos_" in name or "_global" in name
         unused = "original_module" in name  # peft's copy
         if not isinstance(layer, nn.Linear | nn.Conv1d) or positions_or_question or unused:
             continue
@@ -65,7 +66,7 @@ def forward_flops(model: Any) -> ForwardFlops:
             encoder += flops
     attended = config.num_attention_heads * getattr(config, "head_dim", hidden // config.num_attention_heads)
     per_pair = 4 * attended * layers * getattr(config, "inner_group_num", 1)
-    if config.model_type == "longformer":  # its chunks overlap: 4 parts for scores, 3 for sums
+    if config.model_type == "longformer":  # chunks overlap; the factor 7 is 4 for scores and 3 for sums
         encoder += 7 * hidden * sum(config.attention_window)
         per_pair = 0
     if getattr(config, "relative_attention", False):  # DeBERTa's

@@ -29,7 +29,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
     """Move a model to its device, and replace layers of listed families by the fastest layers for this device.
 
-    `compiled`: whether torch.compile will compile the model, which does not support this package's CPU layers.
+    `compiled`: whether the model will be compiled. torch.compile does not support this package's CPU layers.
     """
     config: Any = getattr(model, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
@@ -55,7 +55,7 @@ def replace_layers(module: nn.Module, layers: Mapping[type | str, Replace]) -> N
 
 
 class AddAndNorm(nn.Module):
-    """BERT's output layers: dense, then dropout, residual and layer norm, which one compiled kernel can join."""
+    """BERT's output layers: dense, dropout, residual and layer norm. A compiled kernel can fuse the last three."""
 
     def __init__(self, replaced: Any) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ SUPPORTED = {
     "chunk_size_feed_forward": 0,
     "is_decoder": False,
 }
-# (family, setting, further supported value)
+# Values that a family supports in addition: (family, setting, value).
 SUPPORTED_BY_FAMILY = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 
 
@@ -66,7 +66,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
 
 
 def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -> str:
-    """Explain why weights are missing, and what to do.
+    """Return the end of an error message that begins with the model's name: why weights are missing, and what to do.
 
     `lost`: weights of the model that the checkpoint lacks. `saved`: weights in the checkpoint that the model does not
     have. `described`: description of the first lost weights.

@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
 
 
 def merge(wrapper: Any) -> dict[str, bytes]:
-    """Add the adapters to the model's weights, in place. Returns peft's files of trained weights by name."""
+    """Merge the adapters into the model's weights, in place. Returns the content of peft's adapter files by name."""
     with tempfile.TemporaryDirectory() as folder:
         wrapper.save_pretrained(folder, save_embedding_layers=False)
         files = {name: (Path(folder) / name).read_bytes() for name in FILES}

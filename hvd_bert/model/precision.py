@@ -55,7 +55,7 @@ def recompute_layers(model: Any) -> None:
             f"--gradient_checkpointing: {type(model).__name__} does not support it. Omit the flag, and lower"
             " --per_device_train_batch_size if memory is short."
         )
-    transformers_logging.set_verbosity_error()  # it would warn that encoders have no cache, which they never use
+    transformers_logging.set_verbosity_error()  # otherwise transformers warns about a cache, which encoders never use
     # Newer versions of transformers have this name, and warn about the old name.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable

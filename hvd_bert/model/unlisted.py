@@ -15,10 +15,11 @@ SPECIAL = ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")  #
 
 
 def check_unlisted(model: Any, max_seq_length: int) -> None:
-    """Run a model on a window of `max_seq_length` tokens and on a padded window of half the length.
+    """Run a model's forward and backward pass on a full window and on a window of half the length, with padding.
 
+    `max_seq_length`: length of the full window. At least AT_LEAST is used, if the model has as many positions.
     Freezes weights that get no gradient: ranks could not average their gradients, and weight decay would change them.
-    Raises ValueError if the model needs inputs other than tokens, or if padding changes its results.
+    Raises ValueError if a pass fails, as in models that need inputs other than tokens, or if padding changes results.
     """
     length = min(max(max_seq_length, AT_LEAST), max_tokens(model.config))
     half, name = length // 2, model.config.model_type

@@ -58,7 +58,7 @@ class FusedClip:
         if self.limit:  # the inverse of clip_grad_norm_'s factor
             self._optimizer.grad_scale = ((norm + 1e-6) / self.limit).clamp(min=1.0)
         if not self._fp16:  # under fp16, the scaler sets found_inf
-            self._optimizer.found_inf = torch.logical_not(norm < torch.inf).float()  # isfinite takes 4 kernels
+            self._optimizer.found_inf = torch.logical_not(norm < torch.inf).float()  # isfinite would launch 4 kernels
 
 
 class HostClip:
@@ -72,7 +72,7 @@ class HostClip:
         self.skips_step = False
 
     def clip(self, norm: Tensor) -> None:
-        """Clip the gradients, whose norm is `norm`."""
+        """Clip the gradients, whose norm is `norm`, and set `skips_step`."""
         self.skips_step = not self._fp16 and not torch.isfinite(norm)
         if self.limit:
             nn.utils.clip_grads_with_norm_(self._module.parameters(), self.limit, norm)
@@ -113,15 +113,15 @@ class Strategy:
         self.clipping = FusedClip(self.optimizer, args) if fused else HostClip(self.module, args)
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
-        """Give all ranks rank 0's weights, and wrap or shard the model. Returns the value of `module`."""
+        """Return the module for the forward pass. Subclasses broadcast rank 0's weights, and may wrap or shard it."""
         return model
 
     def _wrap(self, optimizer: Any) -> Any:
-        """Return the optimizer, or the strategy's wrapper of it, which averages gradients or shards optimizer state."""
+        """Return the optimizer that the loop uses. Subclasses may wrap it, to average gradients or shard its state."""
         return optimizer
 
     def _make_word_rows(self) -> WordRows | None:
-        """Make the word embedding's gradient sparse, if supported. Only on CPUs: on GPUs, it was not measured."""
+        """Make the word embedding's gradient sparse, if supported; else return None. On GPUs, it was not measured."""
         dense = self.options.train.deterministic or self.options.train.torch_compile
         if dense or self._world.device.type != "cpu" or not self._has_word_rows():
             return None
@@ -132,7 +132,10 @@ class Strategy:
         return type(self) is Strategy
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        """If `backward` also waits for other ranks, register `mark`, called when this rank's last gradient is ready."""
+        """Register `mark`, to be called when this rank's last gradient is ready and `backward` waits for other ranks.
+
+        Does nothing by default.
+        """
 
     def _guard(self, name: str = "the step's gradients") -> AbstractContextManager[None]:
         """Context manager around a call that may wait for other ranks. If the wait exceeds the limit, the job ends.
@@ -147,16 +150,22 @@ class Strategy:
         return keep_casts(self._world.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute and accumulate the gradients of a micro-batch's loss. The step's last call starts to average them."""
+        """Compute the gradients of a micro-batch's loss, and add them to the step's gradients.
+
+        With several ranks, the step's last call also starts to average the gradients.
+        """
         self.scaler.scale(loss).backward()
         self._micro_batches = (self._micro_batches + 1) % self.options.accumulation
         self._average_next(self._micro_batches == self.options.accumulation - 1)
 
     def _average_next(self, averages: bool) -> None:
-        """Prepare the next micro-batch. `averages`: whether it is the step's last one, which averages gradients."""
+        """Prepare the next micro-batch. Does nothing by default.
+
+        `averages`: whether the micro-batch is the step's last, whose backward pass averages the gradients.
+        """
 
     def synchronize(self) -> None:
-        """Wait until the gradients are averaged, as `clip` requires."""
+        """Prepare the gradients for `clip`: make sparse ones dense. Subclasses first wait until they are averaged."""
         if self._word_rows:
             self._word_rows.make_dense()
 
@@ -206,7 +215,7 @@ class Strategy:
         return self._weights(), self._optimizer_tensors(), rest
 
     def load_state(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        """Restore the state that `state` returned. Every rank must pass the complete, unsharded state. A collective."""
+        """Restore what `state` returned. Every rank must pass the complete, unsharded state. A collective."""
         both = zip(self.optimizer.param_groups, rest["groups"], strict=True)
         groups = [
             group | {name: saved[name] for name in CHANGING if saved.get(name) is not None} for group, saved in both

@@ -57,7 +57,7 @@ class FSDPStrategy(Strategy):
         self.trained.register_forward_hook(uncompiled(end), always_call=True)
 
     def micro_batches(self) -> AbstractContextManager[Any]:
-        # Don't share casts: each micro-batch gathers new weights; gradients of earlier weights' casts would be lost.
+        # Don't share casts: each micro-batch gathers the weights again, and earlier casts would pass them no gradient.
         return nullcontext()
 
     def _average_next(self, averages: bool) -> None:

@@ -78,7 +78,7 @@ class HorovodStrategy(Strategy):
             with world.raise_on_all_ranks():
                 check_bf16(world.device)
         # Not the optimizer state: to broadcast a new AdamW's, Horovod takes a hidden step that decays the weights.
-        world.broadcast_tensors(model.state_dict())  # a single GPU works without Horovod's NCCL
+        world.broadcast_tensors(model.state_dict())  # a single rank sends nothing, so it needs no NCCL
         return model
 
     def _wrap(self, optimizer: Any) -> Any:
@@ -109,7 +109,10 @@ class HorovodStrategy(Strategy):
         return self.options.parallel.fp16_allreduce or self.options.parallel.bf16_allreduce
 
     def _has_word_rows(self) -> bool:
-        """Return whether ranks gather sparse gradients. Horovod does not support them in groups or with compression."""
+        """Return whether ranks gather sparse gradients, which pays off up to MAX_GATHERING ranks.
+
+        Horovod does not support them in groups or with compression.
+        """
         dense = self.options.parallel.num_groups or self._is_compressed
         return not dense and self._world.size <= MAX_GATHERING
 

@@ -39,7 +39,7 @@ def keep_mask(shape: torch.Size, p: float) -> Tensor:
 
 
 def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
-    """Write `values` to `out`, with 0 where `keep` is 0. Returns `out`. torch would copy `keep` to a wider type."""
+    """Write `values` to `out`, with 0 where `keep` is 0. Returns `out`. torch itself would first widen `keep`."""
     bits = BITS_OF[values.dtype]
     np.bitwise_and(values.detach().view(bits).numpy(), keep.numpy(), out=out.view(bits).numpy())
     return out

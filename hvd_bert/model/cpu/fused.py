@@ -37,7 +37,7 @@ def library() -> Path:
 
 
 def build() -> None:
-    """Compile the operations with the compiler that the environment variable CXX names; default: g++."""
+    """Compile the operations into `library()`. The environment variable CXX names the compiler; default: g++."""
     from torch.utils import cpp_extension  # slow to import
 
     compiler, folder = os.environ.get("CXX", "g++"), library().parent
@@ -52,14 +52,14 @@ def build() -> None:
 
 @cache
 def available() -> bool:
-    """Return whether the operations are compiled for this torch version, and this CPU supports their instructions."""
+    """Load the compiled operations. Returns whether they exist for this torch version and run on this CPU."""
     capability = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may lower it
     if not (capability.startswith("AVX512") and {"avx512_bf16", "vaes"} <= machine.cpu_flags() and library().exists()):
         return False
     try:
         torch.ops.load_library(str(library()))
         torch.ops.hvd_bert.linear(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(32, 32), torch.zeros(32))
-    except (OSError, RuntimeError) as error:  # compiled for another system, or oneDNN is limited
+    except (OSError, RuntimeError) as error:  # compiled for another system, or oneDNN is limited to older instructions
         log.warning("The compiled kernels cannot be used: %s. Others compute the same.", str(error).splitlines()[0])
         return False
     return True
@@ -115,7 +115,7 @@ class AddNorm(_Operation):
 
 
 def _seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().numpy())  # checkpoints save this generator
+    return int(torch.empty((), dtype=torch.int64).random_().numpy())  # from the generator that checkpoints save
 
 
 if __name__ == "__main__":

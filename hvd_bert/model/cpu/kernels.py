@@ -86,7 +86,7 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
 
 
 def select(cpu_kernels: str) -> Choice:
-    """Choose the kernels without applying the allocator's settings. `cpu_kernels`: as in `start`."""
+    """Choose this process's kernels, without applying the allocator's settings. `cpu_kernels`: as in `start`."""
     global _choice
     _choice = Choice(*map(without_missing, TABLE[cpu_model()])) if cpu_kernels == "auto" else Choice()
     return _choice
@@ -117,8 +117,8 @@ def record(precision: str, device: torch.device) -> dict[str, str] | None:
 
 
 def without_missing(kernels: Kernels) -> Kernels:
-    """Replace kernels that this installation lacks."""
-    # _linear_pointwise is private; torch.compile's CPU back end uses it.
+    """Replace kernels that this installation lacks: by torch's, or compiled attention by "own"."""
+    # _linear_pointwise is private, so test for it. torch.compile's CPU back end uses it, too.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     kernels = kernels if has_onednn else _without(ONEDNN, kernels)
     if FUSED in asdict(kernels).values() and not fused.available():
@@ -128,7 +128,7 @@ def without_missing(kernels: Kernels) -> Kernels:
 
 @cache
 def _for_threads(kernels: Kernels) -> Kernels:
-    """Replace kernels that are slower with several threads: OpenBLAS, which runs one, and compiled linear layers."""
+    """For several threads, replace OpenBLAS, which runs one thread, and compiled linear layers, by torch's kernels."""
     kernels = _without(OPENBLAS, kernels)
     return replace(kernels, linear=TORCH) if kernels.linear == FUSED else kernels
 

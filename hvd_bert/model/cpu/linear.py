@@ -20,11 +20,11 @@ from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, TORCH
 
 
 def keep_few_kernels() -> None:
-    """Limit oneDNN's kernel caches to about one micro-batch's kernels. Call this before the first product.
+    """Limit the caches of oneDNN kernels to about one micro-batch's kernels, by environment variables.
 
-    The layers of a model share kernels, so without any cache a step in bf16 takes a quarter longer. But the next
-    micro-batch has other lengths and rarely reuses kernels. A kernel takes half a megabyte and fragments the heap: with
-    torch's default of 1024 kernels in each of two caches, a rank grew to 11 GB.
+    Call this before the first product. The layers of a model share kernels, so without any cache a step in bf16 takes a
+    quarter longer. But the next micro-batch has other lengths and rarely reuses kernels. A kernel takes half a megabyte
+    and fragments the heap: with torch's default of 1024 kernels in each of two caches, a rank grew to 11 GB.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own cache on top of oneDNN's

@@ -39,7 +39,7 @@ def seconds(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[str, float]:
-    """Choose the unit (s, ms or us) for a time of `value` seconds. Returns it, and how many make a second."""
+    """Return the unit (s, ms or us) for a time of `value` seconds, and the number of these units per second."""
     return ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
 
 

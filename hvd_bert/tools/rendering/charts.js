@@ -4,18 +4,18 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 40rem)");
   const slider = document.querySelector("#smoothing");
-  const COLOURS = 7; // --curve-0 and so on of page.css
+  const COLOURS = 7; // --curve-0 to --curve-6 in page.css
   const DASHES = ["", "6px,3px", "2px,3px", "9px,3px,2px,3px"];
-  const MANY = 8; // curves: thin ones, in a high chart
-  const SHORT = 20; // points: nothing to smooth
+  const MANY = 8; // with more curves than this, lines are thinner and the chart is higher
+  const SHORT = 20; // curves of at most this many points are not smoothed
 
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const asText = (name) => name.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // plotly reads markup in names
   const colourOf = (curve) => style(`--curve-${curve.colour % COLOURS}`);
   const dashOf = (curve) => DASHES[Math.floor(curve.colour / COLOURS) % DASHES.length];
 
-  // The mean of each value and its neighbours; one that is 1 % of the curve away counts `weight`. It does not lag
-  // behind the values, as the mean of the earlier ones alone would.
+  // Smooths values by an exponentially weighted mean over both directions, which does not lag behind the values. A
+  // value at a distance of 1 % of the curve has the weight `weight`.
   function smoothed(values, weight) {
     const decay = weight ** (100 / values.length);
     const trailing = (list) => {
@@ -26,7 +26,7 @@
     return trailing(values).map(([sum, count], at) => (sum + after[at][0] - values[at]) / (count + after[at][1] - 1));
   }
 
-  // The area between the edges of a curve's band.
+  // Makes two invisible lines, the edges of a curve's band, with the area between them filled.
   function band(curve, colour, hidden) {
     const edge = { type: "scatter", mode: "lines", x: curve.x, visible: !hidden, line: { width: 0 }, hoverinfo: "skip" };
     const filled = { fill: "tonexty", fillcolor: `${colour}22` };
@@ -68,7 +68,7 @@
       font: { ...muted, family: "system-ui, sans-serif" },
       hoverlabel: { bgcolor: style("--surface"), bordercolor: style("--line"), font: { color: style("--text") } },
       hovermode: many ? "closest" : "x unified",
-      dragmode: narrow.matches ? false : "zoom", // a finger scrolls the page
+      dragmode: narrow.matches ? false : "zoom", // so that a finger scrolls the page
       showlegend: false,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--muted"), activecolor: style("--link") },
       xaxis: { ...axis, title: { text: chart.x, font: muted, standoff: 6 }, unifiedhovertitle: { text: `${chart.x} %{x}` } },
@@ -76,7 +76,7 @@
     };
   }
 
-  // Each curve's name and last value; a click hides the curve.
+  // Fills the legend: a button per curve, with its name and last value. A click hides or shows the curve.
   function legend(figure, chart) {
     const short = (value) => (value && Math.abs(value) < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)));
     const keys = chart.curves.map((curve, place) => {

@@ -22,7 +22,7 @@ STYLE: Any = {
     "lines.markersize": 4,
     "savefig.dpi": 300,
     "pdf.fonttype": 42,  # publishers refuse the default, Type 3
-    "svg.hashsalt": "hvd_bert",  # the same runs give the same file
+    "svg.hashsalt": "hvd_bert",  # makes the ids in the file reproducible
     "text.parse_math": False,  # dollar signs in names do not enclose formulas
 }
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -113,7 +113,7 @@ class Grid:
 class Picture:
     """A PNG picture. `alt`: description. `half`: whether it is half as wide as the page.
 
-    `others`: file name -> content of the picture in another format.
+    `others`: the picture in other formats, content by file name.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Page:
 
     @property
     def pictures(self) -> list[Picture]:
-        """All pictures of the page."""
+        """All pictures of the page, except those inside `Details`."""
         return [block for block in self.blocks if isinstance(block, Picture)]
 
     def as_text(self) -> str:
@@ -170,7 +170,7 @@ class Page:
 
 
 def _is_empty(block: Block) -> bool:
-    """Whether a text, list or chart has no content."""
+    """Return whether a text, code, list or chart has no content. Other blocks are never empty."""
     match block:
         case Text(text="") | Code(text="") | Listing(items=[]) | Chart(series=[]):
             return True
@@ -197,5 +197,5 @@ _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${ma
 
 
 def latex(text: str) -> str:
-    """Escape the special characters of LaTeX."""
+    """Escape LaTeX's special characters, and replace white space by single spaces."""
     return " ".join(visible(text).split()).translate(_LATEX)

@@ -20,7 +20,10 @@ NAMES = {PAGE, LATEX, *CSV_FILES, *_PANELS, "report.md"}  # earlier versions wro
 
 
 def check(folder: Path, overwrite: bool) -> list[Path]:
-    """Find the files of an earlier report in the folder. Raises OSError if a new report cannot be written there."""
+    """Find the files of an earlier report in the folder. Raises OSError if a new report cannot be written there.
+
+    Without `overwrite`, this is also the case if there are such files.
+    """
     check_folder(folder)
     earlier = sorted(path for path in folder.iterdir() if path.name in NAMES) if folder.exists() else []
     for path in earlier:

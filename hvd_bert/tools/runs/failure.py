@@ -1,4 +1,4 @@
-"""Find the first failure in a run's log, which has caused the later failures."""
+"""Find the first failure in a run's log, which is the likely cause of the later failures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.storage.reading import open_regular
 
-MAX_LINE, MAX_LINES = 2**14, 100_000  # maximum characters per line; number of a log's last lines that are searched
-# Marks before a rank's lines: of horovodrun or `mpirun --tag-output`, of `torchrun --tee`, and of torch's tracebacks.
+MAX_LINE, MAX_LINES = 2**14, 100_000  # characters per line; last lines of an attempt that are searched
+# Mark before a rank's line: of horovodrun or `mpirun --tag-output`, of `torchrun --tee`, or of torch's tracebacks.
 _MARK = re.compile(r"\[(?:(?:\d+,)?\d+\]<std(?:out|err)>|(?:default|rank)\d+\]): ?")
 # The first line of an attempt, written by the trainer or by Slurm. A requeued job appends its attempts to one log.
 _BEGIN = re.compile(
@@ -99,7 +99,10 @@ def _exception(lines: Iterable[str]) -> str:
 
 
 def _ended(text: str, hosts: Sequence[str], lost: Collection[str]) -> list[tuple[str, str]]:
-    """List pairs of a failed rank and how it ended. Ranks that lost another rank, or were terminated, come last."""
+    """List pairs of a failed rank and how it ended. Ranks that lost another rank, or were terminated, come last.
+
+    Ranks that a signal stopped (EXIT_STOPPED) are not listed.
+    """
     host_of, ends = {str(rank): host for rank, host in enumerate(hosts)}, []
     for match in (match for pattern in _ENDED for match in re.finditer(pattern, text, re.MULTILINE)):
         end = match.groupdict("")

@@ -65,7 +65,10 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
 
 
 def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
-    """Read the sweeps in or below `paths`. Returns their last commands, and folder -> failed or skipped run."""
+    """Read the sweeps in or below `paths`. Returns their last commands, and the excluded runs by folder.
+
+    Excluded are runs that failed or were skipped. A sweep.json that cannot be read is also an entry.
+    """
     commands, excluded = [], {}
     for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
         try:

@@ -54,7 +54,7 @@ class Point:
 
 
 def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
-    """Parse HOST:SLOTS,... into the number of slots per host. Raises UserError, which names `source`, if malformed."""
+    """Parse HOST[:SLOTS],... into the slots per host, by default 1. `source`: the text's origin, for the UserError."""
     slots: dict[str, int] = {}
     for entry in hosts.split(","):
         match = _HOST.fullmatch(entry)
@@ -66,7 +66,7 @@ def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read the nodes and tasks of the Slurm job that this process runs in; None outside a job."""
+    """Read nodes, tasks per node and cores per task of the Slurm job that this process runs in; None outside a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
     nodes, tasks = requested(environ)
@@ -86,7 +86,7 @@ class Machine:
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Machine:
-        """Find the cores and GPUs that this process may use, and its Slurm job. Raises UserError."""
+        """Find the cores and GPUs that this process may use, and its Slurm job. Raises UserError if torch fails."""
         # Count GPUs as torch does in the ranks. A subprocess imports torch, so that this process need not.
         program = "import torch; print(torch.cuda.device_count())"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, errors="replace")
@@ -125,7 +125,7 @@ class Launching:
             raise UserError(f"--launcher {self.choice}: {missing}.")
 
     def record(self) -> dict[str, object]:
-        """Return the launcher and versions, which must be equal in all compared runs."""
+        """Return the launcher, its additional arguments and versions, which must be equal in all compared runs."""
         where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
         return {
             "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
@@ -135,7 +135,7 @@ class Launching:
 
     @property
     def slots(self) -> int:
-        """The maximum number of ranks: slots of -H, tasks of the Slurm job, or this host's GPUs (2 without GPUs)."""
+        """The number of ranks that fit: slots of -H, tasks of the Slurm job, or this host's GPUs; without GPUs, 2."""
         allocation = self.machine.allocation
         if self.hosts:
             return sum(host_slots(self.hosts).values())
@@ -180,7 +180,7 @@ class Launching:
     def threads(self, environ: Mapping[str, str]) -> int | None:
         """Choose the threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
 
-        With a larger default, a single rank would use the cores that the ranks of a larger world share.
+        With a larger default, a single rank would use more cores than a rank of a larger world, which hides speed-up.
         """
         value = environ.get("OMP_NUM_THREADS", "").split(",")[0]
         return None if self.machine.gpus else int(value) if value.isdecimal() and int(value) > 0 else 1
@@ -216,7 +216,7 @@ class Launching:
         return ""
 
     def warn_of_shared_cores(self, points: Sequence[Point], threads: int) -> None:
-        """Warn if ranks share cores, which limits the speed-up. `threads`: threads per rank."""
+        """Print a warning if ranks on this host share cores, which limits the speed-up. `threads`: number per rank."""
         machine, maximum = self.machine, max((point.processes for point in points), default=0)
         if machine.gpus or machine.allocation or self.hosts or maximum * threads <= machine.cores:
             return

@@ -29,7 +29,7 @@ from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
 # SIGHUP is not handled: it ends this process, and then the guard ends the run.
 HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
-TO_END_S = 40  # seconds: longer than torchrun waits for unresponsive ranks; horovodrun over MPI waits without a limit
+TO_END_S = 40  # seconds from SIGTERM to SIGKILL; torchrun kills its ranks sooner, horovodrun over MPI never
 LOG, MODEL = "run.log", "model.safetensors"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
@@ -57,8 +57,8 @@ Watch = Callable[[], None]
 def signals() -> Iterator[Watch]:
     """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block.
 
-    Yields a function that raises Stopped if a signal has arrived. Python drops the handler's own exception in
-    finalizers and forks.
+    Yields a function that raises Stopped if a signal has arrived. Call it repeatedly, since Python drops the handler's
+    exception if the signal arrives in a finalizer or a fork.
     """
     received: list[str] = []
 
@@ -175,7 +175,7 @@ def start_and_wait(
 def _guard() -> Iterator[int]:
     """Start a guard: a process that sends SIGTERM to a process group if this process dies, even by SIGKILL.
 
-    Yields the file descriptor to which the group's id is written. The guard's input ends when this process dies.
+    Yields the file descriptor to which the caller writes the group's id. The guard's input ends when this process dies.
     """
     command = [sys.executable, "-I", "-S", "-c", _GUARD, *(str(int(number)) for number in HANDLED)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:

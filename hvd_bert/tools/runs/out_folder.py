@@ -38,7 +38,7 @@ def _previous(path: Path, same: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def read_record(path: Path, kind: type[Kind]) -> Kind:
-    """Read a JSON file as a value of type `kind`, see `convert`. Raises UserError."""
+    """Read a JSON file as a value of type `kind`, see `convert`. Raises UserError if this fails."""
     try:
         return convert(read_json(path), kind)
     except (OSError, ValueError) as error:
@@ -51,7 +51,7 @@ def opened(record: Path, same: Mapping[str, Any], kind: str) -> Iterator[dict[st
     """Create and lock the folder of the file `record`. Yields the file's content; {} if there is no file yet.
 
     `same`: settings that must be equal to those in the file. `kind`: "sweep" or "tuning", for messages.
-    Raises UserError if a setting differs, if the folder cannot be written, or if it has other content.
+    Raises UserError if a setting differs, if the folder cannot be written or is in use, or if it has other content.
     """
     folder = record.parent
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def opened(record: Path, same: Mapping[str, Any], kind: str) -> Iterator[dict[st
             paths = list(folder.iterdir()) if folder.is_dir() else []
             if not record.exists() and {path.name for path in paths} - {LOCK}:
                 raise UserError(f"--out {folder} is not empty and has no {record.name}: choose another folder.")
-            for path in paths:  # a killed optuna leaves a link NAME.lock, but nothing is written to it
+            for path in paths:  # except links NAME.lock: a killed optuna leaves one, and nothing is written to it
                 if is_special(path) and not path.is_dir() and path.suffix != ".lock":
                     raise UserError(f"--out {folder}: {path.name} is a link or a pipe. Remove it, or {OTHER_OUT}")
             make_folder(folder)

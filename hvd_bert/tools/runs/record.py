@@ -77,7 +77,7 @@ class Record:
     steps: LineArrays  # lines of metrics.jsonl
     evaluations: LineArrays
     gpus: LineArrays  # lines of gpu_usage.jsonl
-    facts: Mapping[str, Any]  # train_results.json; for an unfinished run, the record of its start
+    facts: Mapping[str, Any]  # the record of the training's start, overridden by train_results.json
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]]
@@ -204,7 +204,7 @@ class Record:
         return max(by_host.values(), default=1) * self.results.threads_per_rank
 
     def of_processes(self, key: str, over: Callable[[list[float]], float] = statistics.median) -> float | None:
-        """Combine a figure of the ranks' processes, such as `user_s`, by `over`; None if no rank has the figure."""
+        """Apply `over` to the ranks' values of a figure, such as `user_s`; None if no rank has the figure."""
         known = [value for process in self.results.processes if (value := process.get(key)) is not None]
         return over(known) if known else None
 
@@ -278,7 +278,7 @@ def read(folder: Path) -> Record:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Read a run's flags; empty if the file is missing or damaged, as no comparison depends on it."""
+    """Read a run's flags; empty if the file is missing or damaged."""
     try:
         settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
     except (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError):

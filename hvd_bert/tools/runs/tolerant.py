@@ -1,4 +1,4 @@
-"""Read values and files that may be missing, damaged, or written at the same time."""
+"""Read values and files that may be missing, damaged or still being written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_
 
 MAX_BYTES = 2**32  # maximum bytes of a JSON Lines file
 MAX_STEP = 2**53  # floats represent all whole numbers up to 2**53 exactly
-LARGEST = 1e300  # limit of all numbers, so that products and sums are finite
+LARGEST = 1e300  # larger numbers count as missing, so that sums do not overflow
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
-    """Read the values of a JSON Lines file. Adds damaged lines to `problems`, except an incomplete last line."""
+    """Read the values of a JSON Lines file. Adds one entry to `problems` if the file or any of its lines is damaged.
+
+    An incomplete last line is not a problem.
+    """
     try:
         lines = read_text(path, MAX_BYTES, "replace").split("\n")
     except FileNotFoundError:
@@ -112,7 +115,10 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
 
 
 def read_metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
-    """Read metrics.jsonl. Returns the lines of steps, whose numbers must increase, and the lines of evaluations."""
+    """Read metrics.jsonl. Returns the lines of steps and the lines of evaluations.
+
+    Lines of steps whose numbers do not increase are left out, and counted in `problems`.
+    """
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
     left_out = 0

@@ -25,7 +25,7 @@ DEFAULTS = (
 )
 FROM_START = "each run starts from scratch, in its own folder below --out"
 DISTORTS_TIMES = "recording would distort the measured times"
-# Flag that a sweep sets for each run -> remedy.
+# Flag that a sweep sets for each run -> reason or remedy.
 SET_BY_SWEEP = {
     **{name: FROM_START for name, flag in FLAGS.items() if flag.chooses_start},
     # --peak_tflops records nothing, and the MFU needs it.
@@ -41,26 +41,32 @@ SET_BY_SWEEP = {
 
 
 def names_data(flags: Sequence[str]) -> bool:
-    """Whether the trainer's flags name the training data."""
+    """Return whether the trainer's flags name the training data."""
     return bool(command_line.flag_names(flags) & DATA_FLAGS)
 
 
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
-    """Add defaults to the user's flags for the trainer. `threads`: threads per rank; None: the trainer chooses."""
+    """Complete the user's flags: add PRESET if they name no data, and --num_threads and `defaults` if not given.
+
+    `threads`: threads per rank; None: the trainer chooses.
+    """
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
     ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
     return [*preset, *command_line.override_argv(ours, flags)]
 
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
-    """Raise UserError if `flags` include a flag that the command `who` sets itself. `own`: such a flag -> remedy."""
+    """Raise UserError if `flags` include a flag that the command `who` sets itself. `own`: remedy per flag."""
     for spelling in sorted(command_line.flag_names(flags)):
         for name in command_line.given_flags([f"--{spelling}"]) & own.keys():
             raise UserError(f"--{spelling}: {who} sets it for each run: {own[name]}.")
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if a data file is missing or the batch size is "auto". A custom task may read a folder."""
+    """Raise UserError if a data file is missing or the batch size is "auto".
+
+    A folder counts as a file, since a custom task may read one.
+    """
     config.train.refuse_auto("runs that are compared")
     for name in ("train_file", "validation_file"):
         missing = [file.path for file in config.data.files(name) if not Path(file.path).exists()]
