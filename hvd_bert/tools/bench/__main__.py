@@ -59,7 +59,11 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Parse the benchmark's own flags and the trainer's settings. Raises UserError."""
+    """Parse the benchmark's own flags and the trainer's settings. Raises UserError.
+
+    Adds two attributes to the flags. `random`: whether to train on random windows, because no data are named.
+    `replaced`: names of the given flags that the benchmark overrides.
+    """
     flags, rest = make_parser().parse_known_args(argv)
     given = command_line.flag_names(rest)
     flags.random = not names_data(rest)

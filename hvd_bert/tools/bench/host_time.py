@@ -29,7 +29,7 @@ FIGURES = {
 
 
 def measurable(config: Config, world: World) -> bool:
-    """Whether the host's times can be measured: without --profile, on a single GPU, as several ranks would wait."""
+    """Whether `HostTimer` can measure: one rank on one GPU (several would wait for each other), without --profile."""
     alone = world.size * world.devices == 1
     return world.device.type == "cuda" and alone and not config.profiling.steps_to_record
 
@@ -113,7 +113,8 @@ class HostTimer(Callback):
             self._profile.stop()
         elif self._start:
             self._host_s.append(time.perf_counter() - self._start)
-        if step == self._section + 2:  # this late, to count the waits for logging the section
+        # The section is logged after `on_step` of the next step; count the waits for logging, too.
+        if step == self._section + 2:
             self._counting.close()
         self._step, self._start = step + 1, 0.0
 

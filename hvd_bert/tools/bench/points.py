@@ -97,9 +97,10 @@ class SweepPlan(argparse.Namespace):
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:
-        """Return the numbers of ranks to run a strategy on: 1 for a single process.
+        """Return the numbers of ranks to run a strategy on: those of --ranks, or 1 if it runs in a single process.
 
-        For `several_gpus`, returns the numbers of GPUs of the single process, each 2 or more.
+        If the single process uses several GPUs, returns its numbers of GPUs: those of --ranks above 1. Raises
+        UserError without such a number.
         """
         row = STRATEGIES[strategy]
         if not row.several_gpus:
@@ -116,7 +117,7 @@ class SweepPlan(argparse.Namespace):
             *self.length_flags(),
             *([f"--seed={point.repeat}"] if self.seeds else []),
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * accumulation)}",
-            "--global_batch=-1",  # the --config file may set it
+            "--global_batch=-1",  # replaces a value in the --config file
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
@@ -145,15 +146,16 @@ class SweepPlan(argparse.Namespace):
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The values of all flags of the trainer, as given by the user. Raises UserError."""
+        """The values of all flags of the trainer: given, from the --config file, or default. Raises UserError."""
         return command_line.read_values(self.flags)
 
 
 def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
-    """Check the trainer's flags. Returns the settings of all points, and strategy -> reason if it refuses them.
+    """Check the trainer's flags for each strategy.
 
-    Raises UserError if no strategy accepts the settings, for missing files, and for flags of strategies that are not in
-    the sweep.
+    Returns the settings of the first strategy that accepts them, and strategy -> reason for those that refuse them.
+    Raises UserError if no strategy accepts them, for missing files, and for flags that the sweep sets itself or that
+    belong to a strategy outside the sweep.
     """
     own = dict(SET_BY_SWEEP)
     if plan.scaling == STRONG:
@@ -168,7 +170,7 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
             )
     configs, refused = {}, {}
     for strategy in plan.strategies:
-        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # raises if they exclude each other
+        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # raises if these flags conflict
         try:
             configs[strategy] = command_line.parse(
                 [*plan.strategy_flags(strategy), f"--strategy={strategy}", *plan.length_flags()]

@@ -123,7 +123,7 @@ def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[st
 
 
 def section_figures(row: dict[str, float]) -> dict[str, float]:
-    """Select the figures of a section. `row`: the metrics logged at the section's end."""
+    """Select the figures of a section, with TFLOP/s in GFLOP/s. `row`: the metrics logged at the section's end."""
     useful = {"useful_gflops": 1000 * row["tflops_per_s"]} if "tflops_per_s" in row else {}
     return useful | {name: row[name] for name in FIGURES | SHARES if name in row}
 

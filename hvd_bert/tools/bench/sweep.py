@@ -119,7 +119,7 @@ class Sweep:
     """A running sweep: the plan, the launcher, the folder, and the progress."""
 
     def __init__(self, plan: SweepPlan, launching: Launching, argv: Sequence[str], check: Watch) -> None:
-        """Check everything before the first run starts. Raises UserError."""
+        """Check the trainer's flags and list the points. Writes nothing. Raises UserError."""
         self.plan, self.launching, self.out, self.check = plan, launching, plan.out, check
         self.config, self.refused = check_flags(plan)
         self.points = plan.points(self.config)
@@ -144,7 +144,10 @@ class Sweep:
         }
 
     def run(self) -> int:
-        """Run all points, then write the report. Returns the exit status."""
+        """Run the remaining points, print a summary and, with --report, write the report. Returns the exit status.
+
+        Raises Stopped.
+        """
         done = 0
         try:
             with opened(self.out / SWEEP, self.same, "sweep") as previous:
@@ -164,7 +167,8 @@ class Sweep:
         status = EXIT_FAILURE if count["skipped"] or count["failed"] else EXIT_OK
         if count["done"] and not self._report():
             print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
-            return EXIT_FAILURE if self.plan.report else status  # not bad input: this command's flags are valid
+            # The report may have failed with the status for bad input, but this command's flags are valid.
+            return EXIT_FAILURE if self.plan.report else status
         return status
 
     def _report(self) -> bool:
@@ -191,7 +195,9 @@ class Sweep:
         return stopped
 
     def _resume(self, previous: dict[str, Any]) -> None:
-        """Mark the points that are done or cannot run here. `previous`: content of sweep.json from an earlier start.
+        """Restore the results of an earlier start, and mark the points that are done or cannot run here.
+
+        `previous`: content of sweep.json from the earlier start.
 
         The plan may have new strategies, ranks, repeats or kinds of scaling. Points that it lacks stay in sweep.json.
         """
@@ -244,7 +250,7 @@ class Sweep:
             print(f"[{number}/{len(self.points)}] {label}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
-        """Estimate the remaining time, with the mean time of each point's finished repeats, else of all runs."""
+        """Estimate the remaining time. A waiting point adds the mean time of its repeats so far, else of all runs."""
         ran = [(point.setting, point.seconds) for point in self.points if point.seconds is not None]
         if not ran:
             return "?"
@@ -255,11 +261,15 @@ class Sweep:
         return str(tqdm.format_interval(total))
 
     def _run(self, point: SweepPoint) -> None:
-        """Train a point in its own folder, and store the result in the point. Raises Stopped."""
+        """Train a point in its own folder, and store the result in the point. Raises Stopped.
+
+        Deletes the model, which is large, after all repeats except the first.
+        """
         folder, environ = self.out / point.name, self.launching.environment(point, os.environ)
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         point.command = self.launching.command(point, flags, environ)
-        first = point.strategy == "none" and not self._in_state("done")  # bad input would make all points fail
+        # Bad input in the first run ends the sweep: all other points would fail in the same way.
+        first = point.strategy == "none" and not self._in_state("done")
         timeout = self.plan.timeout
         point.reason, point.seconds = train(point.command, environ, folder, timeout, self.check, refuse=first)
         if point.reason:
@@ -269,7 +279,7 @@ class Sweep:
         run = record.read(folder)
         point.state, point.windows_per_s, self.unit = "done", run.windows_per_s, run.unit
         self.failures[point.setting] = 0
-        if point.repeat != self.points[0].repeat:  # models are large, so only the first repeat's is retained
+        if point.repeat != self.points[0].repeat:
             with writing_to("--out", self.out):
                 delete(folder / MODEL)
 

@@ -32,7 +32,10 @@ REBUILD = "Rebuild it with the modules loaded now: env/build_horovod.sh --python
 
 
 def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[CheckResult]:
-    """Run all checks of this host. `ranks_here`: number of ranks on it. `output_dir`: None on hosts without rank 0."""
+    """Run all checks of this host. `ranks_here`: number of ranks on it.
+
+    `output_dir`: the folder to check; None on hosts without rank 0, which write no output.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     checks: dict[str, Callable[[], Iterable[CheckResult]]] = {
         "Python": lambda: [python_line(sys.version_info[:3], sys.executable)],

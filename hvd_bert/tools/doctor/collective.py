@@ -34,7 +34,7 @@ def timing(method: str, num_bytes: int, world_size: int, repeats: Sequence[float
 def measure(world: World, num_bytes: int) -> list[dict[str, Any]]:
     """Time allreduces of `num_bytes` and of 4 bytes. A collective. Returns their figures, see `timing`.
 
-    Raises UserError on all ranks if memory is short or a sum is wrong.
+    Raises CollectiveError on all ranks if memory is short or a sum is wrong on any rank.
     """
     import horovod.torch as hvd
 

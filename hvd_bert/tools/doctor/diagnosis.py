@@ -29,10 +29,10 @@ INTERFACE = "the network interface or the subnet with HVD_BERT_INTERFACE (docs/g
 
 @contextmanager
 def limited(report: Report, timeout: float, name: str, doing: str, hint: str) -> Iterator[None]:
-    """Context manager: end this process with a failure if the block takes longer than `timeout` seconds.
+    """Context manager: report a failure and end this process if the block takes longer than `timeout` seconds.
 
-    Otherwise, ranks would wait forever for a missing rank. `name`, `doing`, `hint`: check, finding and hint of the
-    failure.
+    Otherwise, ranks would wait forever for a missing rank. Ranks other than 0 get OTHERS_LATER_S more. `name`, `doing`,
+    `hint`: check, finding and hint of the failure.
     """
     timeout += 0 if report.shown else OTHERS_LATER_S
 

@@ -24,9 +24,9 @@ from hvd_bert.tools.doctor.lines import OK, CheckResult, Report, failure, merged
 from hvd_bert.tools.doctor.ranks import Rank, add_ranks, described
 
 CLONE = PACKAGE.parent
-# Environment variables that the checks on other hosts depend on. horovodrun passes all variables to the ranks.
+# Environment variables to pass to the checks on other hosts, as horovodrun passes all variables to the ranks.
 VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HVD_BERT_CACHE", SETTING)
-# accept-new refuses a host whose key has changed. horovodrun itself connects with StrictHostKeyChecking=no.
+# accept-new accepts a new host, as horovodrun does with StrictHostKeyChecking=no, but refuses a host with another key.
 OPTIONS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=5")
 AT_ONCE = 64  # hosts that are checked in parallel
 
@@ -118,7 +118,10 @@ def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.
 
 
 def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[Rank]:
-    """List the ranks that horovodrun would start. Raises UserError if a host has too few GPUs or reports no ranks."""
+    """List the ranks that horovodrun would start.
+
+    Raises UserError if a host reports no ranks or has too few GPUs, or if only some hosts have GPUs.
+    """
     ranks: list[Rank] = []
     for host, each in found.items():
         if not each.ranks:

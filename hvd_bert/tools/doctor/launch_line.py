@@ -20,9 +20,9 @@ from hvd_bert.tools.doctor.checks import MEMORY_PER_RANK
 
 
 def on_this_host() -> dict[str, str]:
-    """Build the commands that would start a training here: one process, a rank per GPU or core, a Slurm job.
+    """Build the commands that start a training: in one process, with a rank per GPU or core, and in a Slurm job.
 
-    Returns description -> command.
+    Returns description -> command, without commands that cannot work here.
     """
     gpus, build, slurm = torch.cuda.device_count(), probes.horovod(), probes.slurm()
     flags, of = ([], "") if gpus else (["--config", "sample"], ", on sample data")  # small enough for a CPU

@@ -56,7 +56,10 @@ def isolated(name: str, check: Callable[[], Iterable[CheckResult]]) -> list[Chec
 
 
 def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckResult]:
-    """Merge the results of several hosts. Equal results appear once, with their hosts unless all hosts have them."""
+    """Merge the results of several hosts, and put results of the same check next to each other.
+
+    Equal results appear once, with their hosts unless all hosts have them.
+    """
     hosts_by_result: dict[CheckResult, list[str]] = {}
     for host, results in by_host:
         for result in results:
@@ -127,9 +130,10 @@ class Report:
         return f"{verdict}{also}."
 
     def _summary(self) -> list[str]:
-        """Return the paragraphs: numbered problems, failures first; then the start commands, else HEADLINES.
+        """Return the summary's paragraphs: the problems, failures first, then how to start a training.
 
-        If a check failed, only the problems. With --verbose, which has already printed them, only the commands.
+        Without start commands, the second paragraph has the results of HEADLINES. It is omitted if a check failed.
+        --verbose has already printed all results, so only the start commands remain.
         """
         problems = sorted((r for r in self.results if r.status != OK), key=lambda result: result.status != FAILURE)
         listed = [result.text(f"  {number}. ") for number, result in enumerate(problems, 1)]

@@ -23,7 +23,7 @@ import json, horovod, horovod.torch as hvd
 built = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}
 print(json.dumps({"version": horovod.__version__, **built}))
 """
-# Does not initialize MPI, which refuses to start on the login nodes of some clusters.
+# Does not initialize MPI: this fails on the login nodes of some clusters.
 _MPI4PY = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -72,7 +72,7 @@ class Slurm:
 
 
 def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
-    """Run a command and return its output and errors as text.
+    """Run a command and return its stdout and stderr as one text.
 
     Raises UserError if the command is missing, fails or takes more than `timeout` seconds.
     """
@@ -94,7 +94,7 @@ def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
 
 
 def _last_line(program: str) -> str:
-    """Run a Python program and return its last line; libraries may print lines before it. Raises UserError."""
+    """Run a Python program and return the last line it prints; libraries may print others first. Raises UserError."""
     return run_command([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()[-1]
 
 
@@ -131,7 +131,7 @@ def gpus() -> Gpus:
 
 @cache
 def slurm() -> Slurm:
-    """Query Slurm's version and MPI kinds."""
+    """Query Slurm's version and MPI kinds. Outside a job, first check that the cluster responds to sinfo."""
     if shutil.which("srun") is None:
         return Slurm(absent="not found (no srun on PATH)")
     try:

@@ -39,11 +39,13 @@ from hvd_bert.training.optim import make_optimizer, make_schedule
 from hvd_bert.training.start import Start, load, prepare
 from hvd_bert.training.state import random_numbers, seed_ranks, set_random_numbers
 
-# Maximum error of a tensor's gradient or update, relative to its norm. Even in fp32, the total gradient norm, by which
-# gradients are clipped, has an error of up to 1e-5.
+# Maximum error of a tensor's gradient or update, relative to its norm. The bounds are well above 1e-5, because clipping
+# by the total gradient norm alone adds an error of up to 1e-5, even in fp32.
 BOUNDS = {"gradient": 1e-4, "gradient sent as fp16": 2e-3, "gradient sent as bf16": 1.6e-2, "update": 1e-4}
 ROUNDING = 3e-7  # rounding error of adding a small gradient or update to a tensor, relative to the tensor's norm
-FLOOR = 1e-2  # share of the total gradient norm, added to each tensor's: key biases' gradients are only rounding errors
+# Share of the total gradient norm that is added to each tensor's norm to compute its bound: the gradients of key biases
+# are only rounding errors.
+FLOOR = 1e-2
 CHECKS = {
     "Plan": "each window of a step is taken once, by the rank to which the batch plan assigns it",
     "Inputs": "every micro-batch has the content of its windows",
@@ -70,7 +72,10 @@ def digest(value: Any) -> str:
 
 
 def record_batch(row: Row, ids: Ids, batch: MicroBatch, gpus: list[torch.device]) -> None:
-    """Add a micro-batch's window ids, content and random state to a rank's row. Called before the forward pass."""
+    """Add a micro-batch's window ids to a rank's row, with hashes of its content and of the current random state.
+
+    Called before the forward pass.
+    """
     found = {"Plan": ids.tolist(), "Inputs": digest(batch), "Seeds": digest(random_numbers(gpus))}
     for check, value in found.items():
         row.setdefault(check, []).append(value)
@@ -94,7 +99,7 @@ class OneProcess:
             self.random.append(random_numbers(self.gpus))
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
-        """Compute the averaged and clipped gradients of step `step` (0, 1, ...), in the parameters' `grad`.
+        """Compute the averaged and clipped gradients of step `step` (0, 1, ...) into the parameters' `grad`.
 
         Returns the rows of all ranks, and the learning rate, loss and gradient norm.
         """
@@ -182,13 +187,17 @@ class Proof(Callback):
         for rank, row in enumerate(rows):
             for check, value in expected[rank].items():
                 self._expect(check, row[check] == value, f"rank {rank} differs")
-            # Sharding strategies gather the optimizer state only on rank 0.
+            # Compare only tensors of this rank: sharding strategies gather the optimizer state only on rank 0.
             others = [name for name, hashed in row["Copies"].items() if hashed != rows[0]["Copies"].get(name)]
             self._expect("Copies", not others, f"rank {rank} differs in {len(others)} tensors: {others[:1]}")
         self._expect("Seeds", len({tuple(row["Seeds"]) for row in rows}) == len(rows), "two ranks have the same")
 
     def _compare_tensors(self, reference: OneProcess, ranks: Tensors) -> None:
-        """Compare the ranks' gradients, and the updates that result from these gradients, with one process's."""
+        """Compare the ranks' gradients and updates with one process's.
+
+        The ranks' gradients are computed from the change of AdamW's first moment. The reference then takes its step
+        with these gradients, so that errors of the gradients do not count as errors of the updates.
+        """
         before = reference.state()
         expected = {name: p.grad.cpu() for name, p in reference.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -232,7 +241,7 @@ def prove(start: Start, world: World) -> Proof:
     task, config = start.task, start.config
     assert task.plan is not None
     if not task.plan.mixture:  # a mixture of files is not shortened
-        # The third step ends the epoch with one window more than there are ranks, so they cannot share it evenly.
+        # The third step, the last of the epoch, has world size + 1 windows, so the ranks' shares differ.
         lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
         task.plan = replace(task.plan, lengths=lengths)
     reference = OneProcess(task, task.plan, config, world) if world.rank == 0 else None

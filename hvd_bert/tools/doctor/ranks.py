@@ -59,7 +59,7 @@ def rank_here(world: World) -> Rank:
 
 
 def own_versions(world: World) -> dict[str, str]:
-    """Return the versions of packages and, if MPI connects the ranks, of MPI."""
+    """Return the versions of packages, of torch's CUDA and NCCL and, if MPI connects the ranks, of MPI."""
     found = {name: version for name, version in versions().items() if version}
     found["torch"] = torch.__version__  # includes the build, such as +cu124
     if torch.version.cuda:
@@ -70,7 +70,10 @@ def own_versions(world: World) -> dict[str, str]:
 
 
 def add_ranks(ranks: Sequence[Rank], report: Report, controller: str = "") -> None:
-    """Add the table of ranks and their checks. `controller`: Horovod's; "" if the ranks have not joined a world."""
+    """Add the ranks and the checks that compare them to the report. With --verbose, also print the table of ranks.
+
+    `controller`: Horovod's, "none" for a single rank; "" if the ranks have not joined a world.
+    """
     report.data["ranks"] = [asdict(rank) | {"cores": sorted(rank.cores)} for rank in ranks]
     if controller != "none":
         report.print_details(f"\n{ranks_table(ranks)}\n")

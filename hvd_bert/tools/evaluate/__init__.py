@@ -1,1 +1,1 @@
-"""The command `evaluate`: `__main__.py` starts the ranks, `running.py` evaluates and makes the tables."""
+"""The command `evaluate`: `__main__.py` parses the flags, `running.py` evaluates and writes the results."""

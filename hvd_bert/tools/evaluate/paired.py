@@ -32,8 +32,8 @@ def verdict(low: float, high: float) -> str:
 def mcnemar(only_first: int, only_second: int) -> float:
     """Compute the two-sided p-value of McNemar's exact test.
 
-    `only_first`, `only_second`: number of questions that only this model answers exactly. Under the null hypothesis,
-    both models are equally likely to be the right one for each of these questions.
+    `only_first`, `only_second`: number of questions that only the first or only the second model answers exactly. Under
+    the null hypothesis, each of these questions is equally likely to count for either model.
     """
     count = only_first + only_second
     log_all = lgamma(count + 1) - count * log(2)

@@ -25,7 +25,10 @@ from hvd_bert.training.start import set_up
 
 
 def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> None:
-    """Run the evaluation. `configs`: the settings for each model. Called by all ranks."""
+    """Evaluate each model; rank 0 prints the page and writes the files. Called by all ranks.
+
+    `configs`: the settings for each model.
+    """
     with world.raise_on_all_ranks():
         strategy_class(configs[0].parallel.strategy)  # raises if the strategy is not installed
     set_up(configs[0], world)
@@ -69,7 +72,8 @@ def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> N
     if config.train.output_dir:
         output_dir.check(config.as_flat(), world.process.locks)
     out = Path(os.path.realpath(config.train.output_dir or ""))
-    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else the run creates out
+    # Skip the check if the file's folder is the output folder, which does not exist yet: the run creates it.
+    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):
         with writing_to("--json", flags.json):
             check_output(flags.json, flags.overwrite)
 

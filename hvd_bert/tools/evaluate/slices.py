@@ -22,7 +22,8 @@ Scores = Mapping[str, NDArray[np.float64]]  # name in SCORES -> score of each qu
 ANSWERED = ("with an answer", "without an answer")
 QUESTION_WORDS = ("what", "who", "when", "where", "why", "which", "how many, how much", "how", "other")
 _QUESTION_WORD = re.compile(r"\b(what|who(?:m|se)?|when|where|why|which|how(?: +(?:many|much))?)\b", re.IGNORECASE)
-_ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10, "11 or more": np.inf}  # -> maximum
+# Slice -> maximum number of words; -1 stands for no answer.
+_ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10, "11 or more": np.inf}
 
 
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scores:
@@ -68,7 +69,7 @@ def _row(models: Sequence[Scores], members: Ids) -> dict[str, Any]:
 def mistakes(
     questions: Sequence[Question], answers: Sequence[Answer], scores: Scores, count: int
 ) -> list[dict[str, Any]]:
-    """Find the `count` worst wrong answers: by lowest F1, then by highest probability."""
+    """List the worst `count` answers without an exact match: lowest F1 first, then highest probability."""
     found = [
         sample(questions[i], answers[i]) | {name: float(scores[name][i]) for name in SCORES}
         for i in np.flatnonzero(scores["exact_match"] < 100).tolist()
@@ -77,7 +78,7 @@ def mistakes(
 
 
 def slices_of(questions: Sequence[Question], sets: Mapping[str, range]) -> dict[str, dict[str, Ids]]:
-    """Divide the questions into slices, none of which is empty. Returns title -> slice -> indices of its questions.
+    """Divide the questions into slices, by several criteria. Returns title -> slice -> indices of its questions.
 
     `sets`: file -> indices of its questions.
     """

@@ -123,7 +123,7 @@ def _order(group: Group) -> tuple[object, ...]:
 
 
 def _label(run: Record, runs: Sequence[Record]) -> str:
-    """Return the run's strategy, with the values of its settings that differ between runs of this strategy."""
+    """Return the run's strategy; for several ranks, with its settings that differ between runs of this strategy."""
     strategy = run.results.strategy
     peers = [peer for peer in runs if peer.results.strategy == strategy and peer.results.world_size > 1]
     if run.results.world_size == 1:
@@ -157,8 +157,8 @@ def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTa
 def _split_by_work(kind: str, size: float, groups: Sequence[Group], chosen: Baseline | None) -> list[ScalingTable]:
     """Make a table for each set of groups with the same work. `chosen`: value of --baseline.
 
-    A group whose work differs from all others joins the first table, without a speed-up. If the work of all groups
-    differs, they share a table.
+    Tables without a group of this strategy and number of ranks are omitted. A group whose work differs from all others
+    joins the first table, without a speed-up. If the work of all groups differs, they share a table.
     """
     by_work: list[list[Group]] = []
     for group in groups:

@@ -36,7 +36,7 @@ def run_charts(record: Record) -> list[Chart]:
 def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
     """Make the charts of several runs. A group has one curve, with a band for the range of its repeats.
 
-    Runs without a group, and of groups with the same name, have a curve each.
+    A run has its own curve if it is in no group, or if another group has the same name as its group.
     """
     sets = _named(records, groups)
     charts = [_chart("Training loss", "loss", _curves(sets, "loss"))]

@@ -131,7 +131,7 @@ def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
 
 
 def _name(axes: Axes, ends: Sequence[End]) -> None:
-    """Write each line's name on the right, without overlaps. A dotted line leads from its end to the right edge."""
+    """Write each line's name on the right, without overlaps. Dotted lines lead from the ends to the right edge."""
     low, high = axes.get_ylim()
     right = axes.get_xlim()[1]
     ends = sorted(ends, key=lambda end: end[1])

@@ -63,7 +63,10 @@ def _folded(grid: Grid) -> Block:
 
 
 def _panels(table: ScalingTable, index: int, *names: str) -> list[Picture]:
-    """Plot panels of a table in all formats, if it has several numbers of devices. `index`: the table's number."""
+    """Plot the panels whose figures are known, in all formats; none if all rows have the same number of devices.
+
+    `index`: the table's number.
+    """
     pictures = []
     known = [name for name in names if any(map(plots.MEASURES[name][0], table.measured))]
     for name in known if table.scales else ():
@@ -98,7 +101,7 @@ T_QUANTILES = [float(quantile) for quantile in _QUANTILES.split()]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Compute the 95 % confidence interval of the mean; up to 4 % too wide beyond the values of T_QUANTILES."""
+    """Compute the 95 % confidence interval of the mean. For more than 31 values, it is up to 4 % too wide."""
     quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
     mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half

@@ -88,9 +88,10 @@ def settings(record: Record) -> list[Block]:
 
 
 def differences(records: Sequence[Record]) -> Grid:
-    """Make the table of settings that differ between runs. Repeats share an entry.
+    """Make the table of settings, facts and versions that differ between runs. Runs with equal values share an entry.
 
-    Runs are rows, or columns if there are more settings than runs.
+    Omits --seed if some runs differ only in the seed, unless nothing else differs at all. Runs are rows, or columns if
+    there are more settings than runs.
     """
     values = [_compared(record) for record in records]
     names = dict.fromkeys(name for compared in values for name in compared)

@@ -37,7 +37,7 @@ FULL = 0.5  # minimum number of tensors in a training step, as a share of the me
 LATE_US = 2000  # twice Horovod's cycle time: ranks with a smaller lag may not be late
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the message size classes
 BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
-FAST = 0.05  # share of the big messages: the fastest, assumed not to be delayed by computation or a late rank
+FAST = 0.05  # fastest share of the big messages, which computation and late ranks are assumed not to delay
 # Thresholds of the advice:
 WAIT_SHARE = 0.05  # share of the step spent waiting for the last rank
 SAME_RANK = 0.6  # share of the steps in which a straggler is last
@@ -102,7 +102,7 @@ def size_limit(message: Message) -> int | None:
 
 
 def bandwidth(messages: list[Message]) -> float:
-    """Compute the bandwidth of messages in bytes per second; NaN without messages."""
+    """Compute the bandwidth of messages, in bytes per second of their collectives; NaN without messages."""
     took = sum(message.received - message.sent for message in messages)
     return sum(message.size for message in messages) / max(1, took) * 1e6 if messages else math.nan
 
@@ -111,8 +111,8 @@ class RankRow:
     """The delays of a rank: how often and how long other ranks waited for it.
 
     `last`: number of negotiations in which the rank was last by more than 2 ms. `share`: their share of all
-    negotiations that name ranks. `steps`: number of steps, out of `of_steps`, in which the rank was last. `waited_s`:
-    total time that the first rank waited for it in these steps.
+    negotiations that name ranks. `steps`: number of steps, out of `of_steps`, in which the rank was last by more than
+    2 ms. `waited_s`: total time that the first rank waited for this rank in these steps.
     """
 
     def __init__(self, rank: int, tensors: list[Negotiation], steps: list[Negotiation]) -> None:

@@ -98,7 +98,7 @@ def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Op
     operations: list[Operation] = []
     opened: defaultdict[int, list[Span]] = defaultdict(list)  # by tensor
     negotiated: dict[int, Negotiation] = {}  # by tensor, until its operation begins
-    sending: dict[str, int] = {}  # collective -> number of the message, until the first E
+    sending: dict[str, int] = {}  # collective -> number of its message, until the message's first E
     for phase, name, ts, pid, size in events:
         stack = opened[pid]
         top = stack[-1] if stack else None  # None: the span began before the recording
@@ -136,7 +136,7 @@ def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Op
 class Message:
     """Tensors that were sent together. Times in us.
 
-    `seen`: time at which the last tensor was ready on any rank; `ready`: on all ranks. `start` and `end`: of the
+    `seen`: time by which each tensor was ready on at least one rank; `ready`: on all ranks. `start` and `end`: of the
     operation, with copies; `sent` and `received`: of the collective only. `size`: bytes, NONE if unknown. `activities`:
     name -> start and end. `named`: number of tensors whose negotiations name ranks. `latest`: the negotiation with the
     largest lag among those that name ranks.
@@ -181,8 +181,8 @@ def find_messages(operations: list[Operation]) -> list[Message]:
 class Step:
     """The messages of a training step. Times in us.
 
-    `number`: the step's position in the file (0, 1, ...). `start`: time at which the first message's tensors were
-    ready on any rank. `busy`: time with a message in flight. `exposed_min` and `exposed_max`: bounds of the exposed
+    `number`: the step's position in the file (0, 1, ...). `start`: the earliest `Message.seen` of its
+    messages. `busy`: time with a message in flight. `exposed_min` and `exposed_max`: bounds of the exposed
     time. `wait`: time at the step's end in which the first rank waits for the last. `latest`: the negotiation with the
     largest lag; None unless the negotiations of at least half of the tensors name ranks.
     """
@@ -209,7 +209,7 @@ class Step:
 
 
 def find_steps(messages: list[Message]) -> list[Step]:
-    """Group the messages of REDUCTIONS into training steps."""
+    """Group the messages of REDUCTIONS into training steps, without up to three trailing losses or metrics per step."""
     steps: list[list[Message]] = []
     reduced: set[int] = set()
     for message in messages:

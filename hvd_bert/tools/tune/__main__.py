@@ -40,7 +40,8 @@ RANGES = {
     "num_train_epochs": "2,3,4",
     "warmup_ratio": "0:0.2",
 }
-# Flag that tuning sets for each run -> remedy: flags that a sweep sets and evaluation flags, except ACCEPTED.
+# SET_BY_TUNE: flag that tuning sets for each run -> remedy. These are the flags that a sweep sets and the evaluation
+# flags, except ACCEPTED.
 ACCEPTED = {"num_train_epochs", "max_steps", "strategy", "per_device_eval_batch_size"}
 EVALUATION = {name: "scores are compared" for name, flag in FLAGS.items() if flag.group == "evaluation"}
 SET_BY_TUNE = {name: remedy for name, remedy in (SET_BY_SWEEP | EVALUATION).items() if name not in ACCEPTED}

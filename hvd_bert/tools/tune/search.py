@@ -68,7 +68,7 @@ class Parameter:
 
     @classmethod
     def of(cls, text: str, flags: Sequence[str], config: Config, ranks: int) -> Parameter:
-        """Parse a value of --range. Raises UserError.
+        """Parse a value of --range, and check that the trainer accepts its values. Raises UserError.
 
         `flags`, `config`: the trainer's flags and the settings parsed from them. `ranks`: world size.
         """
@@ -117,9 +117,9 @@ class Search:
     """Runs trainings with different settings and compares them by --metric_for_best_model."""
 
     def __init__(self, parameters: Sequence[Parameter], start: TrainSetting, out: Path, check: Watch) -> None:
-        """Train with the user's own settings, unless an earlier start finished this run.
+        """Train with the user's own settings, unless an earlier start finished this run, and read the score to beat.
 
-        Raises UserError if the run has no score, and TrialFailed if it fails.
+        Deletes the model of this run. Raises UserError if the run has no score, and TrialFailed if it fails.
         """
         self.parameters, self.start, self.out, self.check = parameters, start, out, check
         self.distributions = {each.name: each.distribution for each in parameters}
@@ -232,7 +232,10 @@ class Search:
                 delete(folder / MODEL)
 
     def _score(self, trial: Trial) -> float:
-        """Return the score of a trial's setting. Trains unless it is known. Raises TrialFailed and TrialPruned."""
+        """Return the score of a trial's setting. Trains, unless an earlier trial has scored this setting.
+
+        Raises TrialFailed and TrialPruned.
+        """
         setting, folder = self._setting(trial), self._folder(trial)
         known = {self._setting(each): float(each.value) for each in complete(trial.study)} | {(): self.baseline}
         if setting in known:
@@ -252,7 +255,10 @@ class Search:
         return value
 
     def _train(self, setting: Sequence[str], folder: Path, watch: Watch) -> None:
-        """Train with a setting. Raises TrialFailed; for bad input among the user's own flags, UserError."""
+        """Train with a setting, and delete the run's checkpoints.
+
+        Raises TrialFailed; for bad input among the user's own flags, UserError.
+        """
         try:
             failure = self.start(setting, folder, watch)
         finally:
