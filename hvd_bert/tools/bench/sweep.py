@@ -268,7 +268,7 @@ class Sweep:
         folder, environ = self.out / point.name, self.launching.environment(point, os.environ)
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         point.command = self.launching.command(point, flags, environ)
-        # Bad input in the first run ends the sweep: all other points would fail in the same way.
+        # Until a run is done, bad input in a single process ends the sweep: all points would fail in the same way.
         first = point.strategy == "none" and not self._in_state("done")
         timeout = self.plan.timeout
         point.reason, point.seconds = train(point.command, environ, folder, timeout, self.check, refuse=first)
