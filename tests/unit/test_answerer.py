@@ -34,7 +34,7 @@ SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer
 
 @pytest.fixture(scope="module")
 def model(tokenizer, tmp_path_factory) -> Path:
-    """Make the folder of a model with random weights, large enough that logits differ clearly."""
+    """Save a model with its tokenizer and settings. Its random weights are large, so that logits differ clearly."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
     config = BertConfig(vocab_size=len(tokenizer), initializer_range=0.3, **SHAPE)
@@ -55,7 +55,7 @@ def qa(model) -> QuestionAnswerer:
 
 @pytest.fixture(scope="module")
 def questions(make_questions):
-    """Make questions of one to four windows each."""
+    """Make questions whose contexts repeat a passage one to four times, so that their numbers of windows differ."""
     made = make_questions(30, unanswered_every=4)
     return [replace(q, context=" ".join([q.context] * (1 + i % 4))) for i, q in enumerate(made)]
 
@@ -85,7 +85,10 @@ def test_dictionaries_and_top_k_as_in_transformers_pipeline(qa, questions):
 
 
 def same(found: list[Answer], expected: list[Answer]) -> None:
-    """Compare texts, positions and scores; bit by bit if matrix products do not depend on the batch's other rows."""
+    """Compare texts and positions exactly, and scores to 1e-5, because a batch's other rows may change rounding.
+
+    oneDNN computes each row alike in any batch, so with it the answers must be equal.
+    """
     assert [positions(answer) for answer in found] == [positions(answer) for answer in expected]
     if kernels.active("fp32").linear == kernels.ONEDNN:
         assert found == expected
@@ -109,7 +112,7 @@ def test_answers_equal_those_of_an_evaluation(model, questions, write_squad, tmp
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
-    asked = task.dev.questions  # in the file's order; the gold answers must not affect the result
+    asked = task.dev.questions  # in the file's order, with gold answers, which must not affect the result
     for batch_size, order in ((8, 1), (3, -1), (1, 1)):
         qa = QuestionAnswerer(
             model, batch_size=batch_size, version_2_with_negative=version_2, null_score_diff_threshold=-5.5

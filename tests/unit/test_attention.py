@@ -41,7 +41,7 @@ def reference(query, key, value, lengths, scaling, window_size=99):
     params=[by_flash, by_efficient, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__
 )
 def kernel(request, monkeypatch):
-    """Run a test with each kernel; tests/gpu_kernels.py emulates the GPU kernels."""
+    """Run a test with each kernel. tests/gpu_kernels.py emulates the GPU kernels, here for any dtype and head size."""
     gpu_kernels.register()
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
@@ -59,7 +59,7 @@ def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: to
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
-    # Views of [1, N, heads * head_size], as transformers passes them.
+    # transformers, too, passes transposed views: [1, heads, N, head_size].
     query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
     windows = make_windows(lengths, CPU)
     found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.0, scaling, windows)

@@ -1,4 +1,4 @@
-"""Balanced partition: every item is in one part, sizes are equal, and no swap makes the parts' costs more equal."""
+"""Balanced partition: each item is in one part, sizes differ by at most 1, and costs are as even as swaps make them."""
 
 from __future__ import annotations
 

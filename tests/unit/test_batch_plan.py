@@ -44,7 +44,7 @@ def by_rank(plan: BatchPlan, step: int) -> list[list[np.ndarray]]:
 
 
 def rank_costs(plan: BatchPlan, step: int) -> np.ndarray:
-    """Compute each rank's cost of a step as the plan estimates it, including attention, [size]."""
+    """Return the plan's estimate of a step's cost per rank, [size]. It includes attention."""
     taken = [plan.lengths[np.concatenate(batches)].astype(np.int64) for batches in by_rank(plan, step)]
     return np.array([(tokens * (plan.crossover + tokens)).sum() for tokens in taken])
 
@@ -68,7 +68,7 @@ def test_each_window_once_per_epoch_in_full_steps(plan, epoch):
 @given(plans(), st.integers(0, 50))
 def test_ranks_share_a_step_evenly(plan, step):
     ranks = by_rank(plan, step)
-    assert {len(batches) for batches in ranks} == {plan.accumulation}  # otherwise some ranks would hang
+    assert {len(batches) for batches in ranks} == {plan.accumulation}  # with fewer on a rank, the others would hang
     sizes = [sum(map(len, batches)) for batches in ranks]
     assert max(sizes) - min(sizes) <= 1
     each = [len(ids) for batches in ranks for ids in batches]

@@ -170,7 +170,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     assert counters["stats"]["unique_graphs"] == 3  # training, eval mode, eval mode with gradients
     assert not counters["graph_break"] and not counters["unimplemented"]
     draw = np.random.default_rng(0)
-    for _ in range(50):  # other numbers of windows and tokens
+    for _ in range(50):  # other numbers of windows and tokens add no graph
         batch = Collator(windows, CPU)(draw.permutation(len(windows))[draw.integers(len(windows)) :])
         window_losses(compiled.train(), batch)
     assert counters["stats"]["unique_graphs"] == 3
@@ -179,7 +179,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
         with torch.compiler.set_stance("force_eager"), autocast(CPU, precision), Products() as counted:
             window_losses(compiled, batch)
         products[precision] = counted.count
-    assert products["fp32"] - products["bf16"] == 2 * len(compiled.bert.encoder.layer)  # query, key, value in one
+    assert products["fp32"] - products["bf16"] == 2 * len(compiled.bert.encoder.layer)  # bf16 joins query, key, value
     assert pickle.dumps(compiled)
 
 

@@ -21,7 +21,7 @@ def flops_of(lengths, micro_batches: int) -> float:
 
 
 class FakeMeter:
-    """A meter of two ranks. Each line of `lines` is read once: seconds per rank and phase, [ranks, phases]."""
+    """A fake meter of two ranks. Each `read` uses the next of `lines`: seconds, [ranks, phases]."""
 
     phases = PHASES
 

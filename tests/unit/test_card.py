@@ -26,7 +26,7 @@ MODEL = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 
 def training_results(**changes: Any) -> dict[str, Any]:
-    """Return the content of train_results.json, with `changes`."""
+    """Make the content of a train_results.json. `changes`: entries to replace or add."""
     results = {
         "scores": ["accuracy"],
         "strategy": "ddp",

@@ -69,7 +69,11 @@ def test_files_are_flushed_before_the_checkpoint_gets_its_name(tmp_path, monkeyp
 
 
 def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Iterator[None]:
-    """Run `action` on a checkpoint in a process killed before its n-th file change; yield for n = 1, 2, ..."""
+    """Run `action` in a process that is killed before its n-th file change, for n = 1, 2, ...; yield after each kill.
+
+    Each round starts with a new checkpoint 7, and restores replaced checkpoints before it yields. In the last round,
+    which also yields, `action` finishes.
+    """
     for change in itertools.count(1):
         files.clear(output_dir)
         files.write(output_dir, 7, contents(7))

@@ -44,7 +44,7 @@ def test_apptainer_recipe_agrees_with_the_dockerfile() -> None:
 
 
 def test_job_of_the_mpi_operator_fits_the_image() -> None:
-    """Ranks equal slots and GPUs, the trainer accepts the flags, and user ID and ssh folder match the image."""
+    """A slot has one rank and one GPU, the trainer accepts the flags, and user ID and ssh folder match the image."""
     job = yaml.safe_load((CONTAINER / "mpijob.yaml").read_text())["spec"]
     pods = {name: replica["template"]["spec"] for name, replica in job["mpiReplicaSpecs"].items()}
     args = pods["Launcher"]["containers"][0]["args"]

@@ -118,7 +118,7 @@ def library(request, monkeypatch):
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape, bias", [((1, 37, 24), True), ((37, 24), False), ((1, 1, 24), True)])
-# With more rows than columns, the weight's gradient is computed transposed.
+# With more outputs than inputs (24), oneDNN computes the weight's gradient transposed.
 @pytest.mark.parametrize("size_out", [7, 24, 40])
 def test_result_and_gradients(shape, size_out, bias):
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
         layer(values)
 
 
-MANY = 4_000_000  # so many that rounding a rate to 8 bits (error 1 / 512) is at least 7 standard deviations
+MANY = 4_000_000  # so many samples that an error of 1 / 512 (a rate in 8 bits) is at least 7 standard deviations
 
 
 # Some of these rates cannot be represented in 8 bits.

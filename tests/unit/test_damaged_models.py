@@ -236,7 +236,7 @@ def test_memory_must_hold_all_copies(good, monkeypatch):
 
 
 def words_only(folder: Path, words: list[str]) -> ModelArguments:
-    """Write a BERT configuration and, instead of tokenizer files, only a vocabulary."""
+    """Make a model folder with only a configuration and a vocabulary. Returns the arguments that load it."""
     folder.mkdir()
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<S>", *words]
     (folder / "vocab.txt").write_text("\n".join(pieces))

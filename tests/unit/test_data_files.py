@@ -102,7 +102,7 @@ MISTAKES = {
 
 @pytest.fixture
 def bad_file(tmp_path, make_questions, to_squad) -> Path:
-    """Write a SQuAD file of 12 questions, of which the first 9 have mistakes."""
+    """Write a SQuAD file of 12 questions, 9 of which have mistakes."""
     content: dict[str, Any] = to_squad(make_questions(12))
     qas = [entry for article in content["data"] for paragraph in article["paragraphs"] for entry in paragraph["qas"]]
     qas[0]["answers"][0]["answer_start"] = -1

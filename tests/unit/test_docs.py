@@ -46,7 +46,7 @@ GROUPS_OF_FLAGS = {"--save_*"}  # wildcards that a page uses
 
 @cache
 def own_flags() -> set[str]:
-    """Return the flags of all commands, and the flags in the text of scripts, benchmarks and examples."""
+    """Return the flags of all commands, and every flag in the text of the scripts, benchmarks and examples."""
     parsers = [command_line.make_parser(), *(command.make_parser() for command in flags_page.OTHERS.values())]
     found = {option for parser in parsers for option in parser._option_string_actions}
     for pattern in ("env/*.sh", "env/*.py", "scripts/*", "benchmarks/**/*.py", "examples/*.py", "tests/cluster/*"):
@@ -62,7 +62,7 @@ def test_flags_exist(page: str) -> None:
 
 
 def test_defaults_that_differ_from_run_qas() -> None:
-    """The guide's table must list each flag whose default differs from TrainingArguments; its text names others."""
+    """The guide's table lists each flag whose default differs from TrainingArguments."""
     from transformers import TrainingArguments
 
     run_qas = {field.name: field for field in dataclasses.fields(TrainingArguments)}

@@ -186,7 +186,7 @@ START = "\n\n  1 process:\n    python train.py\n"
     ],
 )
 def test_report(capsys, verbose, found, status, first, last):
-    """The report escapes control characters, which another host may have sent."""
+    """Check start, end and status of the report. It escapes control characters, which another host may have sent."""
     for shown in (True, False):  # only rank 0 prints its report
         report = Report(as_json=False, shown=shown, verbose=verbose)
         report.starts = {"1 process": "python train.py"}
@@ -210,7 +210,7 @@ def diagnose(monkeypatch, join, launcher: Launcher) -> int:
 @pytest.mark.parametrize(
     ("launcher", "error", "status", "out", "err"),
     [
-        (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on its host only
+        (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # error of one host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "Not ready: World.", ""),
         (
@@ -243,7 +243,7 @@ def test_refused_device(monkeypatch, capsys):
     assert "World      rank 0 on a: OSError: broken" in out and out.endswith("Not ready: World.\n")
 
 
-@pytest.mark.parametrize(("shown", "seconds"), [(True, 0), (False, 1)])  # other ranks wait for rank 0's report
+@pytest.mark.parametrize(("shown", "seconds"), [(True, 0), (False, 1)])  # rank 0 times out first, so that it reports
 def test_ranks_that_never_join(monkeypatch, shown, seconds):
     statuses: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(diagnosis.os, "_exit", statuses.put)
@@ -272,7 +272,7 @@ def test_proof_fails_beyond_its_bound_and_without_a_comparison():
         ("--no_do_train", "--no_do_train"),  # the negated spelling
         ("--elastic --num-train-epochs=2", "--elastic, --num_train_epochs"),
         ("--load_best_model_at_end", "--load_best_model_at_end"),
-        ("--siz 5 --slots=2", "--size, --slots"),  # flags of the checks
+        ("--siz 5 --slots=2", "--size, --slots"),  # these flags apply to the doctor's checks
     ],
 )
 def test_flags_that_a_proof_refuses(words: str, named: str) -> None:

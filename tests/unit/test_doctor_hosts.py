@@ -41,7 +41,7 @@ def test_hostfile(tmp_path):
 
 @pytest.fixture
 def concluded(monkeypatch, capsys):
-    """Return `conclude(reports, *flags)`, which gives the JSON report on hosts with two slots each."""
+    """Return `conclude(reports, *flags)`, which checks hosts with two slots each and returns the report as JSON."""
     monkeypatch.setattr(hosts, "own_address_at", lambda host: None)
     monkeypatch.setattr(hosts, "_address", lambda host, _: ADDRESSES[host])
     monkeypatch.setattr(launch_line.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))

@@ -15,13 +15,13 @@ from launch import environment
 
 FOLDER = Path(__file__).resolve().parents[1] / "fake_cuda"
 TORCH = Path(torch.__file__).parent
-# Only the process with fake GPUs can import checks.py.
+# Find the checks' names in the text: only the process with fake GPUs can import checks.py.
 CHECKS = re.findall(r"^@check\ndef (\w+)", (FOLDER / "checks.py").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """Run all checks. Returns each check's traceback, or None if it passed."""
+    """Compile the fake device and run all checks. Returns {check: traceback, or None if it passed}."""
     folder = tmp_path_factory.mktemp("machine")
     library, file = folder / "libdevice.so", folder / "results.json"
     compiler = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}", str(FOLDER / "device.cpp")]

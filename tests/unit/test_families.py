@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60
 LENGTHS = [12, 17, 11, 20, 12]
-# Sizes by their names in all configurations. sliding_window: local attention, shorter than the windows.
+# Sizes, under all names that configurations use. With these, local attention is narrower than the windows.
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -152,7 +152,7 @@ def transformers_logits(model, windows: WindowTable):
 
 
 def class_rows(logits):
-    """Return class logits as rows: one per text, or one per token of all texts."""
+    """Return class logits as rows without padding: one per text, or one per token of all texts."""
     if logits[0].ndim == 1:
         return logits
     return torch.cat([rows[:length] for rows, length in zip(logits, LENGTHS, strict=True)])

@@ -127,7 +127,7 @@ def tokenizers_windows(tokenizer, questions, length, stride):
 @settings(max_examples=40)
 def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case):
     questions, length, stride = case
-    length += 15 * (family_tokenizer is not tokenizer)  # byte tokens: six words must still fit
+    length += 15 * (family_tokenizer is not tokenizer)  # six words must fit, although they have more byte tokens
     rows, counts = to_windows(family_tokenizer, questions, length, stride)
     expected = tokenizers_windows(family_tokenizer, questions, length, stride)
     assert (counts.questions, counts.windows, counts.shortened_questions) == (len(questions), len(rows), 0)

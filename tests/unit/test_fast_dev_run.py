@@ -26,7 +26,7 @@ def rehearse(base: list[str], *flags: str, callback: Callback | None = None) -> 
 
 
 class Fails(Callback):
-    """Ends a run in its second step. `how`: "error", "Ctrl-C", or anything else for no failure."""
+    """Stores the run's folder, and fails in step 2. `how`: "error", "Ctrl-C", or anything else for no failure."""
 
     def __init__(self, out: Path, how: str) -> None:
         self._out, self._how = out, how

@@ -55,7 +55,7 @@ STOPPED += "srun: error: a100-01: task 1: Terminated\n"
         (LOST + GLOO.format(1, 255), f"rank 1 on a100-01: exit code 255 {BY_SSH}"),
         (LOST + EXITS + GLOO.format(0, 1), "rank 1 on a100-01: exit code 143"),
         (GLOO.format(4, 137), "rank 4: exit code 137"),
-        # torchrun reports the rank whose end it noticed first as the cause.
+        # torchrun blames the rank whose end it noticed first, but here that rank had lost another one.
         (
             LOST.partition(":")[2] + TORCHRUN.format(AGENTS.format(1, 2, -9), AGENTS.format(0, 1, 1)),
             "rank 1 on a100-02: signal 9",

@@ -316,7 +316,7 @@ def test_answers_without_a_start_are_found(tmp_path, name):
             {"answers": ["London", "n", "Paris"]},
             ("London", "n", "Paris"),
             (16, None, None),
-        ),  # answers after the first need no start
+        ),  # only the first answer must be in the context exactly once
         ({"context": "Ada met Ada.", "answers": "Ada", "answer_start": [8, 0]}, ("Ada", "Ada"), (8, 0)),
     ],
 )

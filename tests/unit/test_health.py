@@ -25,7 +25,7 @@ WINDOWS = 8
 
 
 class Watched:
-    """The health checks on rank 0 of 2. `other`: rank 1's loss; all other sums are equal on both ranks."""
+    """Meter and health checks on rank 0 of 2. `other`: rank 1's loss. In sums, rank 1 has rank 0's values."""
 
     def __init__(self, fp16: bool = False) -> None:
         self.world = make_world(size=2)

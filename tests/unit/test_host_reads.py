@@ -18,7 +18,7 @@ from hvd_bert.evaluation.forward import head_logits, window_losses
 from hvd_bert.tools.bench.speed import random_windows
 
 CASES = [(name, None, None) for name in TRAINED] + CLASSIFIED + TAGGED
-# Operations whose result on the host or whose output shape depends on tensor values.
+# Operations that return a value to the host, or whose output shape depends on values.
 READS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"}
 READS |= {"repeat_interleave", "unique_consecutive", "unique_dim"}
 

@@ -1,4 +1,4 @@
-"""Hostile files are skipped with a note or refused, hostile names are shown as text, and their code never runs."""
+"""Hostile files are skipped with a note or refused, hostile names are shown as text, and code in files never runs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ PROGRAMS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "tempfile.mktemp", "yaml.unsafe_load", "yaml.full_load"}
 FORBIDDEN |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}  # but pickle.UnpicklingError is allowed
 MODULES = {"cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
-LOADERS = ("from_pretrained", "from_config", "load_dataset")  # they load from a folder or the hub
+LOADERS = ("from_pretrained", "from_config", "load_dataset")  # they could run code from a folder or the hub
 SAFE_WITH = {"torch.load": ("weights_only", "True")}
 
 

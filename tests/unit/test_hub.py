@@ -18,7 +18,7 @@ from hvd_bert.data.sources import squad
 
 @pytest.fixture(autouse=True)
 def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Disable the network. Returns the path of an empty cache folder."""
+    """Disable the network and use an empty download cache. Returns the path of the cache."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no network in this test")

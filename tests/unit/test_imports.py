@@ -39,7 +39,7 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below `node` that are executed at import: all except function bodies."""
+    """Yield the nodes below `node` that an import executes. Functions are skipped, including their decorators."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
@@ -77,7 +77,7 @@ def test_only_tests_import_from_tests():
 
 
 def test_layout_stays_small() -> None:
-    """Limit the number of boxes (top-level folders and modules) and of arrows (pairs with imports)."""
+    """Limit the number of boxes (top-level folders and modules) and of arrows (one box imports from another)."""
     graph = grimp.build_graph("hvd_bert", cache_dir=None)
     boxes = {module.split(".")[1] for module in graph.modules if "." in module}
     arrows = {

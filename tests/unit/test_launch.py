@@ -82,20 +82,20 @@ def threads(environ):
         (found, {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}, ("mpirun", 4, 3)),  # MVAPICH 4
         (found, HYDRA, ("mpirun", 4, 3)),
         (found, {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}, ("jsrun", 4, 3)),
-        (found, FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # under srun
+        (found, FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # srun started Flux
         (found, PALS, ("MPI", None, 3)),  # PALS does not set the world size
         (found, BATCH_STEP, ("none", None, None)),
         (found, {"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
         (found, TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK=2", "WORLD_SIZE=2"}),
         (for_launcher(launch.other_sizes), MANY | {"OMPI_COMM_WORLD_SIZE": "1"}, {"WORLD_SIZE": "8"}),
-        # Whether variables make a world
+        # The launcher, if no rule refuses the variables
         (checked, TORCHS | SRUN, "srun"),  # both have size 4
         (checked, {"WORLD_SIZE": "4"}, "none"),  # ignored with a warning: job scripts export it
         (checked, {"RANK": "0"}, "none"),
         # A world of one process, in a Slurm step that runs the daemons of all nodes
         (checked, SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun"),
         (checked, SRUN | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, "flux"),
-        # Whether each srun task starts its own launcher; only one of them must report this error
+        # Whether each srun task starts its own launcher, and which process reports errors
         (nested_below("slurmstepd"), SRUN, False),
         (nested_below("sshd"), HOROVODRUN | SRUN, True),  # horovodrun exports its environment to all ranks
         (nested_below("horovodrun"), HOROVODRUN | INSIDE_SRUN, False),

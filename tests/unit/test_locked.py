@@ -21,7 +21,7 @@ SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 
 
 def pins(path: Path, python: str) -> dict[str, str]:
-    """Read a lock or requirements file. Returns package -> version specifier for Linux and this Python version."""
+    """Read a lock or requirements file. Returns {package: version specifier} for Linux and this Python version."""
     found = {}
     for line in path.read_text().splitlines():
         text = line.partition("#")[0].rstrip(" \\")
@@ -38,7 +38,7 @@ def pins(path: Path, python: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", FILES)
 def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> None:
     required, locked = pins(FILES[name], python), pins(LOCKED / f"{name}.txt", python)
-    if FILES[name].name == "requirements.txt":  # torch has its own file; Horovod's build checks the hash
+    if FILES[name].name == "requirements.txt":  # torch has its own file, Horovod none: its build checks the hash
         required = {package: pin for package, pin in required.items() if (package == "torch") == (name == "torch")}
         required.pop("horovod", None)
     assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
