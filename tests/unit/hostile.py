@@ -1,4 +1,4 @@
-"""Hostile files: readers must not hang, end in a traceback or use gigabytes of memory."""
+"""Make hostile files, on which readers must not hang, end in a traceback or use gigabytes of memory."""
 
 from __future__ import annotations
 

@@ -40,10 +40,11 @@ def make_run(
 ) -> Path:
     """Make the folder of a finished run. Step 1 processes 2 windows per second, later steps `windows_per_s`.
 
-    The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl has a line with the mean
-    loss every `every` steps. The optimizer takes a tenth of each step; computation and exposed communication take
-    the rest. `batch`: the global batch. `scores`: (EM, F1), or another task's scores by name. `work`: additional
-    entries of the run's identity. `results`: additional or replaced entries of train_results.json.
+    The loss falls linearly from `loss` (step 1) to `last_loss` (last step). metrics.jsonl has a line with the mean
+    loss for step 1, every `every` steps and the last step. The optimizer takes a tenth of each step; computation and
+    exposed communication take the rest. `batch`: the global batch. `scores`: (EM, F1), or another task's scores by
+    name, for eval_results.json. `work`: additional entries of the run's identity. `results`: additional or replaced
+    entries of train_results.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     losses = [loss + (last_loss - loss) * step / (steps - 1) for step in range(steps)]

@@ -20,7 +20,10 @@ class MadeTimeline:
         self.pids: dict[str, int] = {}
 
     def event(self, phase: str, ts: int, tensor: str, name: str = "", **more: Any) -> None:
-        """Add an event. `phase`: the trace format's "ph". `ts`: microseconds. `more`: fields after the pid."""
+        """Add an event, and metadata before a tensor's first event.
+
+        `phase`: the trace format's "ph". `ts`: microseconds. `more`: fields after the pid.
+        """
         if tensor not in self.pids:
             self.pids[tensor] = pid = len(self.pids) + 1
             for kind, args in (("process_name", {"name": tensor}), ("process_sort_index", {"sort_index": pid})):
@@ -72,8 +75,8 @@ def training(
     """Make the timeline of a training whose steps send three tensors of 1 MiB: a and b in one message, then c.
 
     a is ready 20 ms after the step's start, b after 30 ms, c after 60 ms. a and b are sent from 30 to 50 ms, c from 60
-    to 70 ms: 20 ms of communication overlap and 10 ms are exposed. `straggler`: a rank that is `by` us late in each
-    step, which delays all later events. `cached`: negotiations do not name the ranks.
+    to 70 ms: 20 ms of communication overlap and 10 ms are exposed. `straggler`: the rank that is `by` us late in each
+    step (default: the highest rank), which delays all later events. `cached`: negotiations do not name the ranks.
     """
     made = MadeTimeline()
     order = sorted(range(ranks), key=lambda rank: rank == straggler)

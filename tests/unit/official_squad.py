@@ -26,7 +26,7 @@ PIP = "pip download --quiet --disable-pip-version-check --no-deps --only-binary=
 
 
 class NotReachableError(Exception):
-    """The scripts are not cached, and the package index cannot be reached."""
+    """The scripts are not cached, and pip cannot download them."""
 
 
 def _download(wheel: Path) -> None:
@@ -46,11 +46,14 @@ def _download(wheel: Path) -> None:
 
 @functools.cache
 def scripts() -> tuple[types.ModuleType, types.ModuleType]:
-    """Import the scripts from the wheel. Returns the modules for SQuAD v1.1 and v2.0. Raises NotReachableError."""
+    """Import the scripts from the wheel, which is downloaded unless it is cached. Raises NotReachableError.
+
+    Returns the modules for SQuAD v1.1 and v2.0.
+    """
     wheel = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert" / WHEEL
     if not wheel.is_file():
         _download(wheel)
-    if importlib.util.find_spec("absl") is None:  # the scripts need only logging.error
+    if importlib.util.find_spec("absl") is None:  # the scripts only call absl.logging.error
         absl = types.ModuleType("absl")
         absl.logging = logging  # type: ignore[attr-defined]
         sys.modules["absl"] = absl

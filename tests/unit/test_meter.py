@@ -129,7 +129,7 @@ def test_phases_leave_no_gaps(clock):
             if item == "b":
                 meter.gradients_computed()
                 after(0.25)
-                meter.gradients_computed()  # one call per parameter; the final call counts
+                meter.gradients_computed()  # called once per parameter; the last call ends the computation
             after(0.5)
         meter.add(torch.tensor(1.0), batch(1, 1))
     with meter.phase("other"):

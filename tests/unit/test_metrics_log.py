@@ -81,7 +81,7 @@ def test_progress_without_a_terminal(tmp_path, clock, capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     lines = shown.out.splitlines()
-    # A line for the first and the final step, and at least ten seconds apart: here every third step.
+    # Steps 1 and 8 are always printed, the others at least ten seconds apart: here every third step.
     assert [line.split(":")[0].split()[1] for line in lines] == ["1/8", "4/8", "4/8", "7/8", "8/8", "8/8"]
     assert lines[0] == "step 1/8 (12%)  loss 4.000  lr 1.00e-04  windows/s 12.0  ETA 00:28"
     assert lines[2] == "step 4/8: EM 50.00  F1 61.25  loss 1.500  on 8 questions"

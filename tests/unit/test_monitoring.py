@@ -64,7 +64,8 @@ def test_usage_of_all_ranks(tmp_path):
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert lines == [
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **usage},
-        {"step": 7, "rank": 0, "host": "a", "device": "cuda:1", "gpu_memory_gib": 3.0},  # more GPUs: --strategy dp
+        # With --strategy dp, a rank has several GPUs.
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:1", "gpu_memory_gib": 3.0},
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:2", "gpu_memory_gib": 3.0},
         {"step": 7, "rank": 1, "host": "a", "device": "cuda:0", "gpu_util_percent": 90.0},
     ]

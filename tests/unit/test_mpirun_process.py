@@ -58,10 +58,13 @@ def parent(process_id: int) -> int:
 
 @contextmanager
 def started(signals: int, status: int = EXIT_STOPPED, **streams: int) -> Iterator[Started]:
-    """Start horovodrun with a single rank that exits with `status` after `signals` signals."""
+    """Context manager: start horovodrun with one rank, which exits with `status` after `signals` signals.
+
+    Yields horovodrun's process once the rank is ready.
+    """
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    options = ["--tag-output", "-mca", "orte_tag_output", "0", "-np", "1"]  # as horovodrun, without tags
+    options = ["--tag-output", "-mca", "orte_tag_output", "0", "-np", "1"]  # horovodrun's options, with tags disabled
     command = [sys.executable, "-c", HOROVODRUN, "mpirun", *options, *rank]
     with processes.started(
         command, Started, env=os.environ | root, stdout=subprocess.PIPE, text=True, **streams
@@ -101,8 +104,8 @@ def test_second_request_ends_the_ranks() -> None:
     with started(3) as process:
         process.send_signal(number)
         assert process.line() == "SIGUSR1"
-        process.send_signal(number)  # a repeated signal does not count, as `timeout` sends each signal twice
-        assert process.line() == "SIGUSR1"  # repeats the first signal after 2 s
+        process.send_signal(number)  # too soon to be a second request: `timeout` sends each signal twice
+        assert process.line() == "SIGUSR1"  # the first signal, repeated after 2 s
         process.send_signal(number)
         assert process.lines() == ["SIGTERM"]
     assert process.returncode != 0
@@ -110,7 +113,7 @@ def test_second_request_ends_the_ranks() -> None:
 
 @pytest.mark.parametrize(("number", "passed", "status"), [("SIGTERM", "SIGUSR1", 0), ("SIGINT", "SIGUSR2", 140)])
 def test_signal_before_the_ranks_save_is_the_status(number: str, passed: str, status: int) -> None:
-    """mpirun itself would exit with 0 before it has started the ranks, and with 140 if SIGUSR2 ended them."""
+    """mpirun's own status would hide the signal: 0 before it has started the ranks, 140 if SIGUSR2 ended them."""
     with started(1, status=status) as process:
         process.send_signal(signal.Signals[number])
         assert process.lines() == [passed]

@@ -16,7 +16,7 @@ from processes import started
 from hvd_bert.tools.runs import one_run
 from hvd_bert.tools.runs.one_run import Stopped, failure_in, signals, start_and_wait
 
-# A launcher that does not forward signals, like the shell that replaces horovodrun. Prints the rank's process ID.
+# A launcher that does not forward signals: a shell, as horovodrun may be. Prints the rank's process ID.
 LAUNCHER = "sleep 600 & echo $!; {}wait"
 
 
@@ -50,7 +50,7 @@ def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, grou
             start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60, lambda: None)
             == -9
         )
-    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # the next run may start
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # without a wait: the next run may start at once
 
 
 def test_earlier_child_processes_are_not_terminated(tmp_path: Path) -> None:
@@ -63,7 +63,8 @@ def test_earlier_child_processes_are_not_terminated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["INT", "USR1"])
 def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name: str) -> None:
     before, waiting = signal.getsignal(signal.SIGINT), tmp_path / "waiting"
-    # The child sends the signals, so after the fork: an exception in logging's fork callbacks could leave a lock held.
+    # The child sends the signals, so that they arrive after the fork. An exception during the fork could leave
+    # logging's lock held.
     kills = f"until [ -e {waiting} ]; do :; done; for i in 1 2 3 4 5; do kill -{name} {os.getpid()}; done; "
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
         command = ["sh", "-c", LAUNCHER.format(kills)]

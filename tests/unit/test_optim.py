@@ -85,7 +85,7 @@ def test_optimizer_that_is_not_installed_is_refused(monkeypatch):
         ("none", {}, 8, 1),
         ("linear", {"lr_scaling_limit": math.inf}, 8, 8),
         ("linear", {}, 1024, 4),  # the default limit
-        ("linear", {"global_batch": 32}, 3, 1),  # the rate depends on --global_batch, not on devices
+        ("linear", {"global_batch": 32}, 3, 1),  # --global_batch is the base, whatever the number of devices
         ("sqrt", {"lr_base_batch_size": 32, "gradient_accumulation_steps": 2}, 8, 2),
     ],
 )

@@ -129,7 +129,7 @@ def test_settings_that_no_run_wrote_are_named(tmp_path, content, reason):
 
 
 def make_run(folder: Path, *names: str) -> None:
-    """Write files and folders like an earlier run's, by name."""
+    """Make `folder` with the named files and folders, as an earlier run writes them."""
     folder.mkdir(exist_ok=True)
     for name in names:
         if name == "tb" or name.startswith("checkpoint-"):

@@ -40,7 +40,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]]]:
-    """Open a page `width` pixels wide and scroll to each chart until it is drawn. Returns plotly's traces by title."""
+    """Open a page `width` pixels wide and scroll to each chart until it is drawn.
+
+    Returns plotly's traces by chart title, without the smoothed curves.
+    """
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for log in ("browser", "performance"):

@@ -33,7 +33,7 @@ def window(
     """Make a window of len(starts) words from word `first`, with logits `starts` and `ends` on the context.
 
     `null`: start and end logit of [CLS]. `index`: the question's number. The question's tokens and the final [SEP]
-    have high logits, since spans must not contain them.
+    have high logits, so a span that wrongly contains one would be the best.
     """
     words = q.context.split()
     begins = [len(" ".join(words[:i])) + (i > 0) for i in range(first, first + len(starts))]

@@ -133,7 +133,7 @@ def test_file_that_appears_meanwhile_is_replaced_with_overwrite_only(tmp_path, o
         path.write_text("another's")
     assert path.read_text() == ("mine" if overwrite else "another's")
     assert os.listdir(tmp_path) == ["a.csv"]
-    if not overwrite:  # the file appeared after the command's first check
+    if not overwrite:  # as if the file appeared after the command's first check
         with pytest.raises(FileExistsError), reserved(path, overwrite):
             pytest.fail("the work began")
 
@@ -158,7 +158,7 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a file of answers with json or pandas, independent of the writer."""
+    """Read a file of answers with json or pandas, not with this package's code."""
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_bytes().decode().splitlines()]
     rows = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}[path.suffix](path, dtype_backend="pyarrow")

@@ -114,7 +114,7 @@ def test_published_data_set(tmp_path, tokenizer, name):
     for purpose in ("training", "evaluation"):
         reading = Reading(bad_examples="skip" if mistakes else "error", purpose=purpose)
         questions, findings = squad.open_file(path, published.v2, reading).load()
-        scored = purpose == "evaluation" and "misplaced answer" in mistakes  # evaluation needs only the answer's text
+        scored = purpose == "evaluation" and "misplaced answer" in mistakes  # scores do not need an answer's position
         assert [question.id for question in questions] == [*map(str, published.ids)][
             : 2 if scored or not mistakes else 1
         ]

@@ -122,7 +122,7 @@ def chosen_alone(free_mib: int) -> int:
 
 
 def test_as_many_windows_as_fit(monkeypatch):
-    found = chosen_alone(2000)  # `auto` uses 80 % of the free MiB
+    found = chosen_alone(2000)  # `auto` uses 80 % of the free memory
     assert 0.8 * 0.8 * 2000 < 48 * found < 1.1 * 0.8 * 2000
     assert chosen(monkeypatch, 2000, other_rank=3) == 3
     assert chosen(monkeypatch, 2000, "--global_batch=7") == 7

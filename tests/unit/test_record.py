@@ -47,7 +47,7 @@ def test_a_run_in_progress(tmp_path, capsys):
     assert record.read(folder).state == "ended"
 
 
-@pytest.mark.parametrize("other_host", [True, False])  # False: this host, but a file system without locks
+@pytest.mark.parametrize("other_host", [True, False])  # False: on this host, in a file system without locks
 def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host):
     def no_locks(path: Path) -> bool:
         raise OSError(95, "not supported")

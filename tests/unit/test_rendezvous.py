@@ -24,7 +24,7 @@ LAUNCHER = Launcher("torchrun", 1, 0)
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace os.environ in both modules by a dictionary that has only PATH. Returns the dictionary."""
+    """Replace os.environ in both rendezvous modules by a dictionary that has only PATH. Returns the dictionary."""
     variables = {"PATH": os.environ["PATH"]}
     for module in (rendezvous, horovod_rendezvous):
         monkeypatch.setattr(module, "os", SimpleNamespace(environ=variables))
@@ -70,7 +70,7 @@ def test_rank_0_listens_where_the_other_ranks_connect(environ, monkeypatch):
 
 
 def resolving(names: dict[str, str]) -> Any:
-    """Return a getaddrinfo that resolves the given names, and others as usual."""
+    """Return a getaddrinfo that resolves each host of `names` as its value, and other hosts as usual."""
     real = socket.getaddrinfo
     return lambda host, *arguments, **options: real(names.get(host, host), *arguments, **options)
 
@@ -108,7 +108,7 @@ def test_next_world_of_a_process_has_other_keys(environ):
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 3)])
 def test_ranks_of_worlds_of_different_sizes(environ, rank, size):
-    """Rank 0 of a smaller world may see equal sizes only, so the first rank of each size reports the mistake."""
+    """Rank 0 of a smaller world may see only equal sizes, so the first rank of each size reports the mistake."""
     store = rendezvous.serve_store("127.0.0.1")
     for other in {0, 1, 2} - {rank}:
         store.set(f"hvd_bert.host.{other}", f"{5 - size} pod-{other} 10.77.0.12")
@@ -241,11 +241,11 @@ BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
         (["br0", "br-lan", "dockerless"], {}, "", None),  # may be the host's own network
         (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # set by horovodrun
         (["docker0"], {}, "btl_tcp_if_include = eth0", None),
-        (["docker0"], {}, None, None),  # no Open MPI, so its parameters are unknown
+        (["docker0"], {}, None, None),  # without ompi_info, the parameters are unknown
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):
-    """`site`: content of the user's Open MPI parameter file; None: Open MPI cannot be asked."""
+    """`site`: content of the user's Open MPI parameter file; None: ompi_info is not on PATH."""
     monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".openmpi").mkdir()

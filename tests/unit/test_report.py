@@ -132,7 +132,7 @@ def test_runs_that_cannot_be_compared(tmp_path, capsys):
 
 
 NOISY = {"work": {"--dropout": None}}
-# DDP on two ranks is implausibly fast, 5.12 times the baseline; with any of the reasons, no speed-up is reported.
+# DDP on two ranks is made implausibly fast, so that a wrongly reported speed-up is easy to find: 5.12.
 ALONE, TWO = {"batch": 8}, {"batch": 16, "windows_per_s": 51.2}
 
 

@@ -1,4 +1,4 @@
-"""How a rank's process ends: exit status and message for each outcome of its entry point."""
+"""Exit status and message of a rank's process, for each outcome of its entry point."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
     monkeypatch.setattr(module, "join", lambda strategy, process: world)
     monkeypatch.setattr(world, "set_up_device", lambda: None)
-    monkeypatch.setattr(atexit, "register", lambda *_: None)  # it would also end pytest
+    monkeypatch.setattr(atexit, "register", lambda *_: None)  # the registered function would end pytest
     monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)
@@ -87,14 +87,10 @@ def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
     ("environ", "error", "status", "reports"),
     [
         (horovodrun(2, 0), UserError("no Horovod"), EXIT_BAD_INPUT, True),  # may fail on this host only
-        (
-            horovodrun(3, 1),
-            UserError("no Horovod"),
-            EXIT_OK,
-            False,
-        ),  # with a failure, horovodrun would end rank 2 before it reports
+        # With a failure status, rank 3 would make horovodrun end rank 2 before its report.
+        (horovodrun(3, 1), UserError("no Horovod"), EXIT_OK, False),
         (horovodrun(2, 0), LaunchError("no world"), EXIT_OK, False),
-        # No launcher ends the other ranks, so that each has its status.
+        # Without a launcher, nothing ends the other ranks, so each rank has a failure status of its own.
         (TORCH_RANK_1, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # started by hand, perhaps alone on its host
         (TORCH_RANK_1, CollectiveError("no world", mine=False), EXIT_BAD_INPUT, False),
         (TORCH_RANK_1 | {"RANK": "2"}, UserError("RANK=2"), EXIT_BAD_INPUT, True),

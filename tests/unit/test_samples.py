@@ -1,4 +1,4 @@
-"""Sample answers, right and wrong: spread over the questions, and the same for any number of ranks."""
+"""Sample answers: right and wrong ones, spread over the questions, each with an excerpt of its context."""
 
 from __future__ import annotations
 

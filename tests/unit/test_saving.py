@@ -216,7 +216,8 @@ EACH = [*range(1, 13)]
         ("", {"evaluates": False}, [1, 10, 12], [], [12], [12]),
         ("--eval_strategy no --save_steps 0", {}, [1, 10, 12], [], [], [12]),
         ("--eval_steps 5 --eval_strategy no", {}, [1, 10, 12], [], [12], [12]),  # run_qa does the same
-        ("--eval_steps 5 --config sample_v2", {}, [1, 5, 10, 12], [5, 10], [12], [12]),  # preset: no evaluations
+        # --eval_steps overrides the preset's eval_strategy, which is no.
+        ("--eval_steps 5 --config sample_v2", {}, [1, 5, 10, 12], [5, 10], [12], [12]),
         ("--eval_strategy steps --logging_steps 5", {}, [1, 5, 10, 12], [5, 10], [12], [12]),
         ("--load_best_model_at_end --save_steps 5", {}, [1, 4, 8, 10, 12], [4, 8, 12], [5, 10, 12], [12]),
         ("--early_stopping_patience 2", {"since": 1}, [1, 4, 8, 10, 12], [4, 8], [12], [12]),
@@ -304,7 +305,10 @@ def test_average_excludes_skipped_steps():
 
 
 class Launches(TorchDispatchMode):
-    """Counts the kernels that a GPU would launch: one for lists of equal shape, stride and dtype, else one each."""
+    """Counts the kernels that a GPU would launch: none for a view, else one per operation.
+
+    An operation on lists launches a kernel per tensor if tensors at the same index differ in shape, stride or dtype.
+    """
 
     total = 0
 

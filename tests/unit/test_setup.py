@@ -274,7 +274,7 @@ HOROVOD_STAND_IN = {
 
 
 def make_torch(folder: Path, metadata_version: str, version: str) -> None:
-    """Make a stub wheel of torch. `version`: torch.__version__, which includes the build, unlike PyPI's metadata."""
+    """Make a stub wheel of torch. `version`: torch.__version__; PyPI's metadata lacks its suffix (+cu130)."""
     files = {"torch/__init__.py": TORCH_STAND_IN, "torch/version.py": f"__version__ = '{version}'\n"}
     make_wheel(folder, "torch", metadata_version, files=files)
 
@@ -302,7 +302,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 class StandIns:
-    """Runs the set-up of `clone` with a folder of wheels, in which torch and Horovod are stubs."""
+    """Runs the set-up of `clone` with a folder of wheels, in which torch, Horovod and transformers are stubs."""
 
     def __init__(self, clone: Path, folder: Path, torch: tuple[str, str]) -> None:
         self.clone, self.wheels, self.venv = clone, folder / "its wheels", folder / "venv"

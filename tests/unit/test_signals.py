@@ -81,7 +81,7 @@ def test_second_signal_ends_a_long_step_at_once():
             for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends each signal twice
                 step.send_signal(repeated)
             assert step.stdout.readline().endswith(f"{number.name}: stopping after this step; again to quit\n")
-        while step.poll() is None:  # only SAME_S after the first request does a signal count as the second
+        while step.poll() is None:  # a signal is a second request only SAME_S after the first
             step.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 step.wait(0.1)
@@ -116,7 +116,7 @@ print("stopped", flush=True)
 
 
 def test_launcher_is_killed():
-    launcher = ["sh", "-c", f"'{sys.executable}' -c '{RANK}'; exit $?"]  # exit: a shell may exec its last command
+    launcher = ["sh", "-c", f"'{sys.executable}' -c '{RANK}'; exit $?"]  # without `exit`, the shell may exec Python
     with started(launcher, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         assert process.stdout.readline() == "watches\n"
@@ -166,7 +166,7 @@ def test_interrupted_command(module, interrupting):
 
 
 def test_interrupted_without_a_reader(interrupting):
-    """Ctrl-C also ends a `tee` that reads the command's output, so that nobody reads standard error."""
+    """Standard error may have no reader: Ctrl-C also ends a `tee` that reads the command's output."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stderr:

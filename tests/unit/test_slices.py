@@ -54,7 +54,10 @@ def test_every_question_is_in_one_slice(questions):
 
 
 def scores(model: int, shift: float = 0.0) -> np.ndarray:
-    """Make a model's F1 per question (percent, 400 questions). Models differ in every fourth, raised by `shift`."""
+    """Make a model's F1 on each of 400 questions, in percent.
+
+    Every fourth score depends on `model` and is raised by `shift`; the others are the same for all models.
+    """
     common = np.random.default_rng(7).choice([0.0, 40.0, 100 / 3, 100.0], 400)
     differing = np.random.default_rng(model).choice([0.0, 50.0, 200 / 3, 100.0], 400) + shift
     return np.where(np.arange(400) % 4, common, differing)
@@ -64,7 +67,8 @@ def test_interval_equals_scipys():
     stats = pytest.importorskip("scipy.stats")
     difference = scores(1, shift=12.0) - scores(2)
     scipys = stats.bootstrap((difference,), np.mean, method="percentile", n_resamples=RESAMPLES, batch=1000, rng=3)
-    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)  # the samples differ
+    # scipy draws other resamples.
+    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)
     assert interval(difference) == interval(difference) == close
 
 

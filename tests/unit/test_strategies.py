@@ -1,4 +1,4 @@
-"""Strategies: the table, their requirements, and code that can be tested in a single process."""
+"""Strategies: their table, refused flags and packages, and code that can be tested in a single process."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_each_group_of_horovod_is_complete_before_the_layers_of_the_next(family)
     [
         (1, ["11 10 9 8 7 6 5 4 3 2 1 0"]),
         (2, ["11 10 9 8 7 6 5 4", "3 2 1 0"]),
-        (4, ["11 10 9 8", "7 6 5 4", "3 2 1 0", ""]),  # embeddings: the size of three layers
+        (4, ["11 10 9 8", "7 6 5 4", "3 2 1 0", ""]),  # the last group is the embeddings, as large as three layers
         (14, ["11", "10", "9", "8", "7", "6", "5", "4", "3", "2", "1", "0", ""]),
     ],
 )
@@ -262,7 +262,7 @@ def test_words_whose_weight_has_another_use_stay_dense():
 
 
 class Waits(World):
-    """A world of one rank that records limited waits: `inside` has those in progress, `ended` the finished ones."""
+    """A world of one rank that records waits with a time limit. `inside`: current waits; `ended`: finished waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import pytest
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
 
-SENT = 3000  # lines of 100 bytes exceed a pipe's buffer of 64 KiB
+SENT = 3000  # lines of 100 bytes, more than a pipe's buffer of 64 KiB
 PROGRAM = """
 import sys
 from hvd_bert import streams

@@ -73,7 +73,8 @@ def test_points_of_a_strategy() -> None:
 
 
 def test_a_run_per_seed_and_world_size_for_a_number_of_epochs(tmp_path: Path) -> None:
-    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # --epochs overrides it
+    # --epochs overrides max_steps.
+    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")
     points = planned(f"--config={file}", "--strategies=horovod", "--ranks=1,2", "--epochs=2.5", "--seeds=7,3")
     order = [(1, 7), (2, 7), (2, 3), (1, 3)]
     assert [each.name for each in points] == [f"horovod-{ranks}-strong-{seed}" for ranks, seed in order]
@@ -182,7 +183,7 @@ def test_obstacles(installed: set[str]) -> None:
         *((by(choice, job), Point("ddp", 4), "2 ranks per node, but 1 GPUs") for choice in ("auto", "mpirun")),
         (by("mpirun", Machine(8, 2, job.allocation)), Point("ddp", 4), ""),
         (by("mpirun", job, "a:1"), Point("ddp", 2), "2 ranks, but -H a:1 has 1 slots"),  # -H takes precedence
-        # If a launcher is missing, only its points cannot run.
+        # If a launcher is not installed, only the points that need it cannot run.
         (by("auto"), Point("horovod", 2), "horovodrun is not on PATH: run `bash env/setup.sh`"),
         (by("auto", TWO_CORES, "a:2"), Point("none", 1), "horovodrun"),
     ):
@@ -243,7 +244,8 @@ ORDER += [f"{name[:-2]}-2" for name in reversed(ORDER)]
 
 def test_all_points_are_run_and_recorded(sweeps: Sweeps, tmp_path, monkeypatch, capsys) -> None:
     others: list[int] = []
-    sweeps.during = lambda folder, given: others.append(sweep.main(["--out", str(sweeps.out)]))  # in parallel
+    # A second sweep in the same folder is refused.
+    sweeps.during = lambda folder, given: others.append(sweep.main(["--out", str(sweeps.out)]))
     assert sweeps.start() == 0
     assert sweeps.started == ORDER == [*sweeps.rows] == sweeps.names("done")
     output, errors = capsys.readouterr()
@@ -273,7 +275,7 @@ def test_a_requeue_needs_a_point_that_is_done(sweeps: Sweeps, monkeypatch) -> No
 def test_a_failing_point_is_a_row_and_the_sweep_continues(sweeps: Sweeps, tmp_path, capsys) -> None:
     sweeps.ends = {"horovod-2": 1, "none-1-strong-2": None}
     assert sweeps.start("--repeats", "3") == 1
-    assert [name for name in sweeps.started if name.startswith("horovod-2")] == ORDER[2:4]  # skips repeat 3
+    assert [name for name in sweeps.started if name.startswith("horovod-2")] == ORDER[2:4]  # repeat 3 is skipped
     failed = sweeps.rows["horovod-2-strong-1"]
     assert failed["state"] == "failed" and failed["reason"].startswith("bad input (status 1; ")
     assert (sweeps.out / "horovod-2-strong-1" / "run.log").exists()

@@ -30,7 +30,7 @@ from hvd_bert.tasks.trained import as_trained
 
 @pytest.fixture
 def custom_task(tmp_path, monkeypatch):
-    """Make the guide's module `digits`, and modules that cannot be imported, importable."""
+    """Add modules to the import path: the guide's `digits`, and two whose import fails."""
     (tmp_path / "digits.py").write_text(documented.custom_task())
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "syntax.py").write_text("import torch\nclass Digits(\n")

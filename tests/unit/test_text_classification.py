@@ -42,7 +42,10 @@ FILES = ("--train_file=train.jsonl", "--validation_file=train.jsonl")
 
 @pytest.fixture
 def workdir(tmp_path, tokenizer, monkeypatch):
-    """Make a working directory with a tiny model, pairs of texts, and the guide's variations of the task."""
+    """Enter a new folder with a tiny model's configuration, pairs of texts, and the guide's variations of the task.
+
+    The tasks can be imported.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(documented.REPOSITORY / "examples")

@@ -155,8 +155,8 @@ def test_phases_messages_and_steps(tmp_path):
 @pytest.mark.parametrize(
     ("library", "second", "took", "shape", "expected"),
     [  # `second`: microseconds until a second tensor is ready; the first is sent from 0 to 40 ms
-        ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed only after the first was sent
-        ("NCCL_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.005)),  # noticed immediately
+        ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # may have waited until the first was sent
+        ("NCCL_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.005)),  # NCCL sends in the background: no wait
         ("NCCL_ALLREDUCE", 60_000, 100, (), (0.04, 0.04)),  # a loss, not a gradient
     ],
     ids=["by one thread", "NCCL", "loss"],

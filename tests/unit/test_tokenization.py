@@ -81,7 +81,7 @@ def test_label_is_exact_in_each_window_with_the_whole_answer(tokenizer, case):
             spans = enumerate(encoding["offset_mapping"])
             expected = [token for token, span in spans if span[0] < end and span[1] > start]
             tokenless += not expected
-        begin = 0  # index in the context of the window's first context token
+        begin = 0  # number of context tokens before the window
         for row in (row for row in rows if row["question"] == index):
             size = row["context_end"] - row["context_start"]
             label = row["start_position"], row["end_position"]

@@ -28,7 +28,10 @@ exec(documented.custom_task(), PROGRAM)
 
 
 def start(out: Path, at_step_2: Callable[[], object] = lambda: None, **settings: Any) -> tuple[Any, list[Any]]:
-    """Train the guide's task. Returns the run, and a callback's calls as (method, step or other argument, ...)."""
+    """Train the guide's task, and call `at_step_2` after step 2. Returns the run and the calls of a callback.
+
+    A call is (method, first argument). For on_batch, the argument is the number of windows; on_log has the loss, too.
+    """
     calls: list[Any] = []
 
     def called(name: str, first: Any, *others: Any) -> None:

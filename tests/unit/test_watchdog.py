@@ -22,13 +22,13 @@ SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one 
     ("given", "times"),
     [
         ({}, (120, 600)),
-        ({WARNS_AFTER: "900"}, (900, 4500)),  # Horovod ignores a shutdown time below the warning time
+        ({WARNS_AFTER: "900"}, (900, 4500)),  # Horovod ignores a shutdown time below the warning time, so it grows
         ({ENDS_AFTER: "60"}, (12, 60)),
         ({ENDS_AFTER: "3"}, (1, 3)),
         ({ENDS_AFTER: "0"}, (120, math.inf)),
         ({WARNS_AFTER: "100", ENDS_AFTER: "50"}, (100, math.inf)),
         ({DISABLED: "1"}, (120, math.inf)),
-        ({WARNS_AFTER: " 30s"}, (30, 600)),  # parsed as by strtol
+        ({WARNS_AFTER: " 30s"}, (30, 600)),  # the leading number counts, as with strtol
     ],
 )
 def test_limits_are_the_users_or_consistent_with_them(given, times):
@@ -48,7 +48,10 @@ def test_under_elastic_a_stall_is_only_a_warning():
 
 @pytest.fixture
 def end(monkeypatch, capsys) -> Callable[..., str]:
-    """Return `wait_for_end(rank, *present)`: `rank`'s report when its wait times out. `present`: ranks that wait."""
+    """Return `wait_for_end(rank, *present)`, which lets a wait of `rank` time out and returns its report.
+
+    `present`: other ranks that have announced the same wait.
+    """
 
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()

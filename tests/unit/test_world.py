@@ -1,4 +1,4 @@
-"""The world: hosts, devices, and the check that ranks have equal data."""
+"""The world: hosts, devices, the check that ranks have equal data, and the limits of cgroups."""
 
 from __future__ import annotations
 
