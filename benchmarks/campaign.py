@@ -83,7 +83,7 @@ class Recorder(Callback):
 
 
 def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
-    """Train with additional flags under mpirun. Returns the ranks' figures in two tenths of the run, and failures."""
+    """Train with additional flags under mpirun. Returns failures, and figures per rank in the second and last tenth."""
     words = [*small_run(flags), *tiny_bert(folder), "--output_dir", str(folder / "out")]
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
     subprocess.run([*command, "rank", str(folder), *words], stdout=subprocess.DEVNULL, check=True)
@@ -101,7 +101,7 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """Return the campaign's flags and the trainer's flags."""
+    """Parse the command line. Returns the campaign's flags, and other flags, which `goodput` passes to the trainer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="campaign to run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder to work in")

@@ -64,7 +64,7 @@ class Paced(Reporter):
 
 
 class Stopped(Reporter):
-    """Stops the run by SIGTERM before every tenth step except the last."""
+    """Sends SIGTERM to its own process before every tenth step except the last."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -119,7 +119,7 @@ def attempt(
     """Train on `size` ranks until all have ended.
 
     `kill`: steps and seconds; a random rank is killed these seconds after rank 0 has finished this number of steps.
-    Raises SystemExit if a run fails without a kill, or if the other ranks do not end after a kill.
+    Raises SystemExit if a run fails without a kill, finishes no step for LIMIT_S s, or outlives a kill by END_S s.
     """
     store = serve_store("127.0.0.1") if size > 1 else None
     ranks: dict[Any, Any] = {}  # pipe -> process

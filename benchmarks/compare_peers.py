@@ -246,7 +246,10 @@ def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
 
 
 def ratios(runs: Mapping[str, Sequence[Rates]], peer: str, rate: str) -> list[float]:
-    """Return this trainer's rate divided by a peer's, per round. Tokens/s do not depend on which windows are timed."""
+    """Return, per round, this trainer's rate divided by a peer's.
+
+    Ratios of windows/s depend on the lengths of the timed windows, ratios of tokens/s do not.
+    """
     pairs = zip(runs.get("ours", []), runs[peer], strict=False)
     return [mine[rate] / other[rate] for mine, other in pairs if rate in mine and rate in other]
 

@@ -76,7 +76,10 @@ class TextClassification(EncoderTask):
         self.labels = [] if dev is None else self.targets(dev)
 
     def class_names(self, rows: datasets.Dataset | None, trains: bool) -> list[str]:
-        """Return the class names of a hub data set, else all labels of the training data; empty for prediction."""
+        """Return the data set's own class names or, without these, the sorted labels of the training data.
+
+        Returns an empty list if there is neither, as for a prediction.
+        """
         if rows is None:
             return []
         kind = rows.features.get(self.label_column)

@@ -23,8 +23,8 @@ hypothesis.settings.load_profile("loaded")
 
 
 def pytest_configure() -> None:
-    # Processes inherit ignored signals, but not handlers. Set handlers, because a shell ignores SIGINT for background
-    # commands, and nohup ignores SIGHUP.
+    # A shell ignores SIGINT for background commands, and nohup ignores SIGHUP. Child processes would inherit this. They
+    # do not inherit handlers, so set handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
@@ -32,7 +32,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def signal_handlers_are_restored() -> Iterator[None]:
-    """Restore signal handlers. A training stopped by a signal ignores it, and later tests' processes would, too."""
+    """Restore signal handlers after each test.
+
+    A training that a signal has stopped ignores this signal, and the processes of later tests would inherit that.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -42,14 +45,14 @@ def signal_handlers_are_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def runs_are_ended() -> Iterator[None]:
-    """End the record of events. Otherwise, the run of a failed test would record the warnings of later tests."""
+    """End the record of events after each test. Otherwise, a failed test's run would record later tests' warnings."""
     yield
     events.end()
 
 
 @pytest.fixture(autouse=True)
 def child_processes_end_with_their_test() -> Iterator[None]:
-    """Kill child processes started by multiprocessing. processes.py kills all other processes."""
+    """Kill the child processes that a test has started by multiprocessing. processes.py kills other processes."""
     yield
     for child in multiprocessing.active_children():
         child.kill()
@@ -164,7 +167,7 @@ def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]]) -> Callable[..., None]:
-    """write_hub_cache(folder, {"train": questions, ...}): write a download's files to `folder`, a $HF_DATASETS_CACHE.
+    """write_hub_cache(folder, {"train": questions, ...}): write these splits to `folder`, a cache of `datasets`.
 
     With `features`, the splits are lists of rows instead of questions.
     """
@@ -203,9 +206,9 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def hub_home(write_hub_cache: Callable[..., None]) -> Path:
-    """The commands' $HF_HOME, as after downloads of squad, squad_v2 (40 + 5 questions each) and bert-base-uncased.
+    """The commands' $HF_HOME, as if squad, squad_v2 (40 + 5 questions each) and two models had been downloaded.
 
-    The model is tiny. The README's model has the same files.
+    The models bert-base-uncased and all-MiniLM-L6-v2 are the same tiny BERT with new weights.
     """
     from commands import TINY
     from launch import hub_folder

@@ -2,7 +2,7 @@
 
     python gpu_kernels.py MODULE_OR_FILE ARGUMENTS...      adds a line per kernel and dtype to the file $GPU_KERNELS
 
-This module implements the torch operations that these kernels call (flash, memory-efficient) and a CPU build lacks.
+This module implements the torch operations (flash, memory-efficient) that these kernels call and a CPU build lacks.
 The dropout mask depends only on the seed that the forward pass returns, as on a GPU.
 """
 
@@ -39,9 +39,9 @@ def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *ten
 
 
 def parts(cu: Tensor, dropout: float, seed: Tensor, window_size: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield, per window, the slice of its rows, the masks of dropout and of distant tokens, and the tensors in fp32.
+    """Yield, per window, its rows as a slice, dropout factors, a mask of distant tokens, and the tensors in fp32.
 
-    The tensors have the shape [heads, T, head size].
+    A dropout factor is 0 or 1 / (1 - `dropout`). The tensors have the shape [heads, T, head size].
     """
     generator = torch.Generator().manual_seed(int(seed))
     for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
@@ -129,7 +129,7 @@ def register() -> None:
 
 
 def install(file: str) -> None:
-    """Make the package choose kernels as on an A100, and append each choice to `file`."""
+    """Make the package choose kernels as on an A100, and append each chosen kernel and dtype to `file` once."""
     register()
     sdpa._select_sdp_backend = lambda query, *_: (  # for jagged tensors
         SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION

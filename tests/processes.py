@@ -1,4 +1,4 @@
-"""End a test's processes with all their descendants when the test ends; kill a process at an exact moment."""
+"""Start processes whose descendants are also killed at the end; kill this process before an exact file operation."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def started(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Process]:
-    """Context manager: start a process. On exit, wait for it, and kill its remaining descendants.
+    """Context manager: start a process. On exit, wait for its end, then kill its remaining descendants.
 
-    Raises TimeoutExpired if the process does not end within `limit_s` seconds. `options`: arguments of
-    subprocess.Popen.
+    If the block raises or the process does not end within `limit_s` seconds, also kills the process. The time limit
+    raises TimeoutExpired. `options`: arguments of subprocess.Popen.
     """
     token = uuid.uuid4().hex
     process = kind(command, env={**(os.environ if env is None else env), _TOKEN: token}, **options)
@@ -43,7 +43,7 @@ def started(
         _kill(process, token)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # it may have buffered text for a process that has ended
+                with contextlib.suppress(OSError):  # closing fails if text is buffered for a process that has ended
                     stream.close()
 
 

@@ -7,7 +7,7 @@ WAITING_STEP: before the backward pass of this step, counted from 1, a job's fir
 SIGNALLED_AGAIN: later attempts of the job receive SIGUSR1 as soon as the trainer handles it.
 GATED_FOLDER: folder with the pipes `reached` and `go`, in which each rank writes its process id to `RANK.pid`.
 GATED_STEP: before this step, counted from 1, rank 0 writes to `reached` and reads from `go`; 0: never.
-WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
+WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME" at a failure.
 WATCHED_FAULT: failure of rank 1. In the second step: kill (SIGKILL), or stall (it reads from a pipe without a writer);
   import: a module is missing.
 WATCHED_LISTENERS: folder for a file per rank with the programs that listen on its host in the second step.
@@ -113,7 +113,7 @@ def watch(rank: int | None) -> None:
 
 
 def before_each_backward(act: Callable[[int], object]) -> None:
-    """Call `act` with the step's number, counted from 1, before each backward pass."""
+    """Call `act` with the number of the backward pass, counted from 1, before each one. A step has one pass."""
     from hvd_bert.strategies.horovod import HorovodStrategy
 
     backward, steps = HorovodStrategy.backward, []

@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of four steps on 16 windows in one process, as a reference for four ranks."""
+    """Losses of four steps of 16 windows in one process, as a reference for four ranks."""
     folder = tmp_path_factory.mktemp("one_process")
     command = f"python -m hvd_bert.train {SMALL} 4 --per_device_train_batch_size 16 --strategy none --output_dir out"
     cluster.on("a100-01", command, folder).expect(0)

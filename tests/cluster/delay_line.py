@@ -24,7 +24,7 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 LONGEST = 66_000  # bytes: TCP segments arrive in bunches of up to 64 KiB
-BUNCHES = 8  # packets read before due packets are sent
+BUNCHES = 8  # maximum number of packets that are read before due packets are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 

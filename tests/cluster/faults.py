@@ -36,7 +36,7 @@ def patient(run: Disturbed) -> None:
 
 
 def cold(run: Disturbed) -> None:
-    """Start ranks as descendants of Slurm's tasks, so that Slurm can kill them, and not of the tests' fork server."""
+    """Do not use the tests' fork server. Ranks are then descendants of Slurm's tasks, so that Slurm can kill them."""
     run.env["HVD_BERT_TEST_COLD"] = "1"
 
 
@@ -47,7 +47,8 @@ def stopped(run: Disturbed) -> Iterator[None]:
     try:
         yield
     finally:
-        run.cluster.on(SECOND, f"kill -CONT {run.pid(1)}", run.folder, timeout=60)  # fails if the process has ended
+        # Ignore the status, because the process may have ended.
+        run.cluster.on(SECOND, f"kill -CONT {run.pid(1)}", run.folder, timeout=60)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`hvd-bert doctor` on two hosts prints a table of all ranks, the allreduce and a single verdict."""
+"""`hvd-bert doctor` under srun checks all ranks and prints one verdict; alone, it prints commands for Slurm."""
 
 from __future__ import annotations
 

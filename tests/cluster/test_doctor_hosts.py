@@ -1,4 +1,4 @@
-"""`hvd-bert doctor --hosts` checks two hosts by ssh: without a failure, and with each kind of failure."""
+"""`hvd-bert doctor --hosts` checks two hosts by ssh, and names hosts that it cannot reach or that lack something."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The documented commands that need a cluster run on the test cluster as written; Slurm accepts all sbatch commands.
+"""Documented commands on the test cluster: one command per way to start ranks runs, and Slurm accepts sbatch commands.
 
-They run with a tiny bert-base-uncased and a few questions in the hub's cache.
+The commands run with a tiny bert-base-uncased and a few questions in the hub's cache. Slurm does not check sbatch
+commands for nodes that the test cluster lacks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def test_sbatch_commands_are_accepted(cluster: Cluster) -> None:
 
 
 def test_commands_run(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
-    """Run each command in a separate folder. Model and data are in `hub_home`, the commands' HF_HOME."""
+    """Run each command of RUN_HERE in a separate folder. Model and data are in `hub_home`, the commands' HF_HOME."""
     assert {*RUN_HERE, PRINTED} <= set(launches())
     assert f"{ALLOCATION}\n" in documented.text_of("docs/guides/cluster.md")
     jobs = {}

@@ -38,6 +38,8 @@ class Case:
         may_continue: Whether training may also continue to the end, because the failure depends on chance.
         within_s: Seconds within which the launcher and the ranks must end.
         remains: Processes that do not end before the host is repaired.
+        launchers: Keys of LAUNCHERS, separated by spaces.
+        before: Called before the training starts.
     """
 
     fault: Fault

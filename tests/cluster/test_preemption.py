@@ -21,7 +21,7 @@ DROPOUT = f"{SMALL.replace('--dropout 0', '--dropout 0.1')} 12 --per_device_trai
 
 
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:
-    """Wait until the job has requeued itself, and start it."""
+    """Wait until the job has requeued itself, and let Slurm start it after 3 s."""
     cluster.wait(job, "PENDING", restarts=1)
     # By default, Slurm waits for two minutes: nodes refuse a credential that is not newer, in whole seconds, than the
     # end of the first attempt ("Job credential revoked"). Three seconds are enough.
@@ -29,7 +29,10 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
 
 
 def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None, timeout: float = TIMEOUT_S) -> None:
-    """Wait until the file `log` contains `text`. Default: the job's output file."""
+    """Wait until the file `log` (default: the job's output file) contains `text`.
+
+    Fails the test if the job ends before, or after `timeout` s.
+    """
     log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + timeout
     while not (log.exists() and text in log.read_text()):
         if time.monotonic() > deadline or cluster.show(job)["JobState"] in FINAL:

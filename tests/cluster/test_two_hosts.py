@@ -15,7 +15,7 @@ STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same global batch as
 
 
 def check(folder: Path, controller: str, one_process: list[float], tolerance: float = 1e-5) -> None:
-    """Check that four ranks on both hosts have the same losses as one process."""
+    """Check that a run had four ranks on both hosts, the controller, and the losses of one process."""
     found = results(folder)
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
@@ -37,7 +37,7 @@ def test_horovodrun_over_mpi_with_a_cache_per_node(
     assert results(tmp_path / "out")["job"] is None
     assert "a100-02: rank 2 cpu, rank 3 cpu" in printed(outcome), outcome
     assert tokenised(env) == {"a100-01": 2, "a100-02": 2}  # train and dev, once per node
-    for rank in range(4):  # the table in docs/guides/cluster.md; not every Open MPI uses libfabric
+    for rank in range(4):  # as in docs/guides/cluster.md; only with libfabric, ranks also listen on eth0
         libfabric = {("rank", "eth0")}
         assert listening(listeners, rank) - libfabric == {("orted", "all"), ("orted", "loopback"), ("rank", "all")}
 

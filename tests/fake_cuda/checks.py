@@ -172,7 +172,7 @@ def every_kernel_in_every_dtype() -> None:
 
 
 def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
-    """Run a step of two micro-batches as the training loop does."""
+    """Run a step of two micro-batches as the training loop does. Checks losses, gradients and optimizer state."""
     strategy.module.train()
     for _ in range(strategy.options.accumulation):
         with autocast(GPU, precision):
@@ -228,7 +228,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
             self.step = now[0]
 
         def synchronize(self) -> None:
-            if self.step == now[0]:  # no later step is queued on the GPU
+            if self.step == now[0]:  # the GPU has nothing to do, because no later step is queued
                 waited.add(self.step)
 
     def take_ones(scalars: DeferredScalars) -> list[float]:

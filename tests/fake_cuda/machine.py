@@ -116,14 +116,14 @@ def _pin(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def _backend(query: Tensor, *_: Any) -> SDPBackend:
-    """Choose the kernel for jagged tensors as torch does, but without a query of the device."""
+    """Choose the kernel for jagged tensors as torch does, but without querying the device."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     flash = half and query.size(-1) % 8 == 0 and query.size(-1) <= 256
     return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
 def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
-    """Replace torch 2.13's function for fake tensors, which lacks an argument."""
+    """Return fake gradients. Torch 2.13's own function for fake tensors lacks one of the operation's arguments."""
     return (*map(torch.empty_like, (query, key, value)), torch.empty((), device=query.device))
 
 
@@ -157,7 +157,7 @@ def fake() -> AbstractContextManager[Any]:
 
 
 def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a model with fake weights on the first GPU. `place` prepares its layers."""
+    """Make a model, let `place` prepare its layers for a GPU, and replace its weights by fake ones on the first GPU."""
     with unset_fake_temporarily():
         model = make()
     # Skip Module.to, which refuses fake tensors because they have weak references.

@@ -1,6 +1,6 @@
 """Replace `python` in the tests' commands: server.py runs the command, and this process exits with its status.
 
-    python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or by its own name: horovodrun, torchrun, hvd-bert
+    python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or   horovodrun|torchrun|hvd-bert ARGUMENTS...
 
 The command runs in a new interpreter if no server runs on this host, if another option of Python is given, or if the
 environment has HVD_BERT_TEST_COLD or changes a variable that libraries read on import.
@@ -43,7 +43,10 @@ def main() -> None:
 
 
 def follow(connection: socket.socket, message: bytes) -> int:
-    """Let the server run the command, and forward signals to it. Returns its status, or dies of the same signal."""
+    """Let the server run the command, and forward signals to the command.
+
+    Returns the command's status. If a signal ended the command, the same signal ends this process.
+    """
     early: list[int] = []
     for number in FORWARDED:
         signal.signal(number, lambda number, _: early.append(number))

@@ -1,12 +1,12 @@
-"""Import the libraries once, and fork for each Python command of the tests that start many commands.
+"""Import the libraries once, and fork for each Python command that tests run.
 
     python server.py SOCKET [PID]  runs the commands that client.py sends, until standard input closes
 
 With PID, it serves in the PID namespace of that process. A command runs in its client's other namespaces.
 
 Imports take two thirds of a short training. A forked command still has its own process, streams, environment,
-arguments, working directory, signals and exit status. Only the modules in PRELOADED are already imported, and those in
-PRELOADED_IF_NAMED from the first command that names them.
+arguments, working directory, signals and exit status. But the modules in PRELOADED are already imported. The modules in
+PRELOADED_IF_NAMED are imported for the first command that names them, and remain imported for later commands.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ HOST = ("net", "uts", "mnt")  # namespaces; mnt must be the last, since it may c
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Fork for each command. Returns only in the child processes, with the command and its streams."""
+    """Fork for each command, and send the client the child's process id and, once the child ends, its status.
+
+    Kills the child if the client is killed. Returns only in the child processes, with the command and its streams.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(64)
@@ -145,7 +148,10 @@ def continue_inside(pid: int) -> None:
 
 
 def become(command: dict[str, Any]) -> None:
-    """Give this process the command's namespaces, streams, folder, environment and arguments."""
+    """Give this process the command's namespaces, streams, folder, environment and arguments, and a new session.
+
+    The kernel kills this process when the server ends.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     enter(command["client"], HOST)
     os.setsid()
@@ -191,7 +197,10 @@ def execute() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit as Python does, but without freeing objects, which would first copy their memory from the server: 0.3 s."""
+    """Exit as Python does, or by the signal -`status`, but do not free objects.
+
+    Freeing would copy the memory that this process shares with the server, which takes 0.3 s.
+    """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")

@@ -18,7 +18,10 @@ LIMIT_S = 60.0
 
 
 def programs(environ: Mapping[str, str]) -> Path:
-    """Make a folder with `activate` and the programs NAMES, and start the server that runs them with `environ`."""
+    """Make a folder with `activate` and the programs NAMES, and start their server in the environment `environ`.
+
+    Returns the folder, which is removed when this process ends.
+    """
     place = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short, because sockets' paths are limited
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     folder = place / "bin"
@@ -38,8 +41,8 @@ def programs(environ: Mapping[str, str]) -> Path:
 def start(folder: Path, environ: Mapping[str, str], hosts: Sequence[str] = (), pid: int = 0) -> subprocess.Popen[str]:
     """Start and return a server for the programs in `folder`. It ends with this process.
 
-    By default it serves this host. With `hosts` and `pid`, it serves these hosts, which are in the PID namespace of
-    process `pid`, and this host's server forks it.
+    By default, it serves this host. With `hosts` and `pid`, it serves these hosts, which are in the PID namespace of
+    process `pid`. It is then itself a fork of this host's server.
     """
     first, *others = hosts or [socket.gethostname()]
     for host in others:
@@ -56,7 +59,7 @@ def start(folder: Path, environ: Mapping[str, str], hosts: Sequence[str] = (), p
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a server. Reports a server that ended early, because commands then ran without it, which is only slower."""
+    """End a server, and print whether it had ended early. No test would fail then: commands only start more slowly."""
     if process.stdin is None or process.stdin.closed:
         return
     if process.poll() is not None:

@@ -41,7 +41,7 @@ class Machine:
     gpus: int
     out: Path
     ends_at: float  # end of the time for all tests, by time.monotonic()
-    rounds: int = 1  # maximum rounds of measurements in turns
+    rounds: int = 1  # maximum number of rounds in which variants are measured in turns
     only: Sequence[str] = ("",)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -56,14 +56,18 @@ class Machine:
         return on_gpu if self.device == "cuda" else on_cpu
 
     def require(self, gpus: int, device: str = "cpu") -> None:
-        """Skip the test if there are fewer than `gpus` GPUs. On CPUs, 2 ranks can run, unless `device` is "cuda"."""
+        """Skip the test if there are fewer than `gpus` GPUs.
+
+        With --device cpu, tests for up to 2 GPUs run on CPUs, unless `device` is "cuda".
+        """
         if gpus > (2 if self.device == device == "cpu" else self.gpus):
             pytest.skip(f"needs {gpus} GPU(s)")
 
     def run(self, name: str, words: list[str], ranks: int | str = 0, gpus: int | str = 0, **settings: str) -> str:
         """Run a command on the first `gpus` GPUs, and under horovodrun if there are `ranks`. Returns the output.
 
-        NAME.log also has the output. Fails the test if the command fails. Skips it when the time for all tests is over.
+        NAME.log also has the output. Fails the test if the command fails. Skips it without the needed GPUs or Horovod,
+        or when the time for all tests is over.
         `ranks`, `gpus`: "all" is the largest power of 2 up to the number of GPUs; on CPUs, 2.
         `settings`: environment variables.
         """
@@ -89,7 +93,7 @@ class Machine:
         return done.expect(0).output
 
     def record(self, name: str, words: list[str], **how: Any) -> Any:
-        """Run a program once per `name`. Its last argument is a JSON file, whose content is returned.
+        """Run a program that writes the JSON file named by its last argument, once per `name`. Returns the content.
 
         `how`: arguments of `run`.
         """

@@ -28,7 +28,7 @@ def skip_without(strategy: str) -> None:
 
 
 def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: str = "sample") -> list[str]:
-    """Return a command that trains 2 epochs of 3 steps, the last with a single window, and evaluates 7 questions."""
+    """Return a command that trains 2 epochs of 3 steps, the third with one window, and evaluates 7 questions."""
     words = [] if "--config" in flags else ["--config", preset]
     words += ["--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
     words += ["--per_device_train_batch_size", GLOBAL_BATCH // size, "--logging_steps", 1, "--dropout", 0]

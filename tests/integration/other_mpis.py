@@ -41,7 +41,10 @@ class Mpi:
 
 
 def installed(package: str) -> Mpi:
-    """Make or reuse an environment with an MPI and this environment's Horovod. Skips the test if installation fails."""
+    """Make or reuse an environment with the MPI `package` and this environment's packages.
+
+    Skips the test if the package cannot be installed.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
     folder = cache / f"{package.replace('==', '-')}-python{sys.version_info.major}.{sys.version_info.minor}"
     cache.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,10 @@ def needs_open_mpi_4() -> str:
 
 
 def open_mpi() -> Mpi:
-    """Return Open MPI 5, with the Horovod that was built with Open MPI 4."""
+    """Install Open MPI 5 and a stub of Open MPI 4's C++ library, so that this environment's Horovod can be loaded.
+
+    Returns the environment. Skips the test if Horovod was not built with Open MPI 4.
+    """
     needs_open_mpi_4()
     mpi = installed(OPEN_MPI)
     library, source = mpi.folder / "lib" / "libmpi_cxx.so.40", mpi.folder / "not_called.c"
@@ -80,7 +86,7 @@ def open_mpi() -> Mpi:
 
 
 def mpich() -> Mpi:
-    """Return MPICH, with a Horovod that was built with it."""
+    """Install MPICH, build Horovod against it, and return the environment."""
     mpi = installed(MPICH)
     build = ["bash", str(REPOSITORY / "env" / "build_horovod.sh"), "--with-mpi", "--without-nccl"]
     run([*build, "--python", mpi.program("python")], mpi.folder, env=mpi.environ, timeout=BUILD_S, cold=True).expect(0)

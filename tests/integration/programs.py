@@ -34,7 +34,7 @@ SETTINGS |= {"per_device_train_batch_size": 8, "logging_steps": 1, "dropout": 0}
 
 
 class AtStep2(Callback):
-    """Sends a signal, or raises an error if `number` is None, on the last rank before step 3."""
+    """After step 2, sends the signal `number` to rank size - 1. If `number` is None, raises LookupError there."""
 
     def __init__(self, number: signal.Signals | None = signal.SIGTERM) -> None:
         self.number = number

@@ -33,7 +33,7 @@ def held(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    if find_launcher(os.environ).rank == 1:  # rank 0, which then waits, would be the first to end the job
+    if find_launcher(os.environ).rank == 1:  # rank 0 then waits, and its watchdog would be the first to end the job
         encoder.load_model = held(encoder.load_model)
     else:
         files.write = held(files.write)

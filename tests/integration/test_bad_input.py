@@ -1,4 +1,4 @@
-"""Users' mistakes end all ranks before training, with a single message that names the value, and status 2."""
+"""Users' mistakes end all ranks before training, with one message that names the value. Status: 2, of horovodrun 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 
 def check(command: list[str], folder: Path, words: list[str], status: int = 2) -> None:
-    """Run a command that must fail with one message that contains all `words`."""
+    """Run a command that must fail with one message that contains all `words`, and must leave files unchanged."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     outcome = run(command, folder).expect(status)
     output = printed(outcome)

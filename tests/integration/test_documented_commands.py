@@ -55,7 +55,10 @@ class Clone:
         self.environ = {"HVD_BERT_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, commands: Sequence[str]) -> None:
-        """Run the commands that have not run yet in one shell. Fails the test if a command fails."""
+        """Run the commands that have not run yet, and all `source` and `export` commands, in one shell.
+
+        Fails the test if a command fails.
+        """
         new = [command for command in commands if command.startswith(PREPARES) or command not in self.done]
         if not prepares_only(new):
             script = ["bash", "-euxo", "pipefail", "-c", "\n".join(new)]

@@ -34,8 +34,9 @@ def elastic(
 ) -> Outcome:
     """Run small_run on two hosts with `slots` ranks each. Each host name has a separate folder.
 
-    `discover`: shell commands that print the hosts. `least`: --min-np, and with `discover` the number of ranks at the
-    start. `limit_s`: Gloo's time limit, in seconds, for ranks that do not answer.
+    `stop`: step, rank, signal and moment for stopping_at.py. `discover`: shell commands that print the hosts. `least`:
+    --min-np, and with `discover` the number of ranks at the start. `limit_s`: Gloo's time limit, in seconds, for ranks
+    that do not answer.
     """
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
@@ -169,5 +170,5 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(out: Path, expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference between a weight and the expected weight, relative to the weight's norm."""
+    """Return the largest relative difference of a tensor: the norm of its difference over the tensor's norm."""
     return float(torch.stack([(w - expected[name]).norm() / w.norm() for name, w in weights(out).items()]).max())

@@ -14,8 +14,8 @@ from processes import LIMIT_S
 
 pytestmark = pytest.mark.integration
 
-# If rank 0 is killed, a separate process removes its folder. Without HVD_BERT_TEST_LAUNCH in its environment,
-# processes.py does not kill this process.
+# If rank 0 is killed, a separate process removes rank 0's folder. The program deletes HVD_BERT_TEST_LAUNCH, by which
+# processes.py would find and kill that process.
 PROGRAM = """
 import os, signal, sys
 from hvd_bert import Callback, train

@@ -1,4 +1,4 @@
-"""The notebooks run unchanged, on a small training and on a sweep's generated runs."""
+"""Run the notebooks with other parameters, on a small training and on a sweep's generated runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ pytestmark = pytest.mark.integration
 
 
 def execute(name: str, folder: Path, parameters: str) -> list[Any]:
-    """Run a notebook in `folder`/notebooks with other parameters, given as code. Returns the outputs of all cells."""
+    """Run a notebook in a new folder `folder`/notebooks. Returns the outputs of all cells.
+
+    `parameters`: code that is inserted as a cell after the notebook's own parameters.
+    """
     cwd = folder / "notebooks"
     cwd.mkdir()
     notebook = jupytext.read(REPOSITORY / "notebooks" / name)

@@ -24,7 +24,7 @@ PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # tensors of the layers, th
 
 
 def timeline(path: Path) -> tuple[list[dict[str, Any]], Counter[int]]:
-    """Parse a complete timeline. Returns its events, and number of allreduces -> tensors with this number."""
+    """Parse a complete timeline. Returns its events, and count -> number of tensors with this count of allreduces."""
     events: list[dict[str, Any]] = json.loads(path.read_text())
     sends = Counter(event["pid"] for event in events if event.get("name") == "ALLREDUCE")
     return events, Counter(sends.values())

@@ -52,7 +52,11 @@ def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str)
 
 
 def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = "") -> tuple[int, str]:
-    """Run a job. Returns its status and output. `signalled`: what receives a signal after the first step's log line."""
+    """Run a job. Returns its status and output.
+
+    `signalled`: "timeout" (the script's timer), "group" (all processes) or "script" receives a signal once a step is
+    logged; "": none does.
+    """
     sge = script == "hvd.sge"  # SGE starts the script in the submission folder, with arguments
     words = ["bash", str(clone / script), *(FLAGS.split() if sge else [])]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -32,7 +32,7 @@ def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int
 @expensive
 @check
 def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> None:
-    """So a kill loses at most --save_steps steps plus the steps during a write."""
+    """This limits the loss by a kill to --save_steps steps plus the steps during a write."""
     order: list[str] = []
     waits = threading.Event()
     kind = strategy_class("horovod")

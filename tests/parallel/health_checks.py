@@ -27,7 +27,7 @@ STEPS, ALONE, FIRST = 9, 2, 4  # number of steps; a single step with NaN; the fi
 
 @contextmanager
 def losses_of_nan(world: World) -> Iterator[None]:
-    """Context manager: make the last rank's loss NaN in the steps ALONE, FIRST, FIRST + 1, ..."""
+    """Context manager: make the loss of rank size - 1 NaN in the steps ALONE, FIRST, FIRST + 1, ..."""
     losses, made = QuestionAnswering.losses, 0
 
     def sometimes(self: QuestionAnswering, model: nn.Module, batch: Batch) -> Tensor:

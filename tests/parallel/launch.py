@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
 SAMPLE_DEV = SAMPLE / "dev-v1.1.json.gz"
 TRAIN = [sys.executable, "-m", "hvd_bert.train"]
-# Far more than the 10 to 40 s that a launch takes on two cores. The checks of four ranks get twice this limit. They
-# took 107 s alone on a Zen 3 without AVX-512, and 251 s alongside other tests.
+# Far more than the 10 to 40 s that a launch takes on two cores. test_worlds.py doubles this limit: its checks on four
+# ranks took 107 s alone on a Zen 3 without AVX-512, and 251 s alongside other tests.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
-# Prefixes of variables to remove, because launchers would read those of a surrounding job. hvd_bert.model.cpu.linear
-# may set the first two in a test's process; the fork server serves only commands with an unchanged environment.
+# Prefixes of environment variables to remove. Launchers would read variables of a surrounding job. In a test's process,
+# hvd_bert.model.cpu.linear may set the first two, and the fork server would not serve the changed environment.
 _FOREIGN = (
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY LRU_CACHE_CAPACITY OMPI_ PMIX_ PMI_ SLURM_ HOROVOD_ MV2_ MVP_ JSM_ FLUX_ PALS_"
     " ALPS_ TORCHELASTIC_ PET_ MASTER_ RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HF_HUB_CACHE HF_DATASETS_CACHE"
@@ -137,7 +137,7 @@ def built() -> frozenset[str]:
 
 
 def launcher(size: int, by: str) -> list[str]:
-    """Return the words that, before a command, start it on `size` ranks. Skips the test if the launcher is missing.
+    """Return the words to put before a command to start it on `size` ranks. Skips the test without the launcher.
 
     `by`: "mpi" or "gloo" for horovodrun; "mpirun", "torchrun", "deepspeed", "accelerate"; "torch" for by_variables.py,
     or "JSM", "FLUX", "PMIX" for by_variables.py under mpirun; "none" for one process without a launcher.

@@ -88,7 +88,7 @@ class Now:
 
     @classmethod
     def mutated(cls, moment: str, rank: int, number: int, *values: Any) -> Any:
-        """Return the last value, changed if the current mutation is due."""
+        """Return the last of `values`, which the current mutation changes if it is due."""
         when, change = KINDS.get(cls.kind, ("never", None))
         last_step = 4 if cls.kind == "seed" else 5  # a new seed changes only the next step
         due = (when, min(cls.step, last_step)) == (moment, number) and (cls.kind.endswith(ALL) or rank == cls.rank)

@@ -1,4 +1,4 @@
-"""Checks of `hvd-bert predict` on several ranks: the answers to a file equal those of one process."""
+"""Checks of `hvd-bert predict` on several ranks. test_worlds.py compares the answers with those of one process."""
 
 from __future__ import annotations
 

@@ -105,6 +105,6 @@ def run_checks(world: World) -> None:
 
 if __name__ == "__main__":
     sys.modules["ranks"] = sys.modules["__main__"]  # the checks import this module by its name
-    if sys.argv[3] == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:  # this world must not import Horovod
+    if sys.argv[3] == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:  # test that ddp needs no Horovod
         sys.modules.update({name: None for name in ("horovod", "horovod.torch")})  # type: ignore[misc]
     run_as_rank(run_checks, sys.argv[3].partition(":")[0])

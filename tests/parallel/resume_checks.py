@@ -69,7 +69,7 @@ def stopped_run_equals_an_uninterrupted_run(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def logging_interval_does_not_change_the_model(ranks: Ranks) -> None:
-    """Whether a step was applied, and so the next learning rate, is known one step later or when it is logged."""
+    """Whether a step was applied decides later learning rates. The run reads this one step later, or when it logs."""
     world, found = ranks.world, []
     for steps in (1, STEPS):
         out = ranks.folder / f"logged_{steps}"
@@ -82,7 +82,7 @@ def logging_interval_does_not_change_the_model(ranks: Ranks) -> None:
 
 @check
 def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
-    """The last rank is one step ahead of the middle ranks, and rank 0 is new."""
+    """Rank size - 1 has the state after step 2, the middle ranks have that after step 1, and rank 0 has none."""
     if ranks.world.size < 4:
         return
     world, last = ranks.world, ranks.world.size - 1

@@ -1,4 +1,4 @@
-"""Compare two runs bit for bit: all tensors, and all logged numbers except times."""
+"""Compare two runs bit for bit: the last checkpoints' tensors and state, and metrics.jsonl, all without times."""
 
 from __future__ import annotations
 

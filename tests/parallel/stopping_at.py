@@ -129,7 +129,7 @@ def die_during(phase: str, mean_s: float = 0.01) -> None:
 
 
 def queue_too_late(folder: Path) -> None:
-    """Once another rank has been signalled, make the operation that this process waits for never finish."""
+    """Make this process wait forever for an operation once another rank has been signalled, and create `waiting`."""
     from horovod.torch.mpi_ops import mpi_lib
 
     poll = mpi_lib.horovod_torch_poll

@@ -69,7 +69,7 @@ def first_step(
 @expensive
 @check_every_strategy
 def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
-    """FSDP shards by a family's layers, and DDP needs a gradient for each weight."""
+    """Only FSDP and DDP depend on the family: FSDP shards its layers, and DDP needs a gradient for each weight."""
     if ranks.strategy not in ("fsdp", "ddp"):
         return
     sizes = json.loads((ranks.folder / "tiny" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Run checks on 1, 2 and 4 ranks under MPI and Gloo, and compare the worlds with each other.
+"""Run checks on 1, 2 and 4 ranks under horovodrun, mpirun and torchrun, and compare the worlds with each other.
 
 Each world starts once and runs all checks (ranks.py).
 """
@@ -147,7 +147,7 @@ def test_every_check(launch: Launch) -> None:
 
 
 def test_losses_of_one_process_equal_the_recorded_ones(alone: Launch) -> None:
-    """golden_losses.json has the losses of these 20 steps before there were strategies (torch 2.13.0, on a CPU)."""
+    """golden_losses.json was recorded before the package had strategies (torch 2.13.0, on a CPU)."""
     golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
     np.testing.assert_allclose(alone.losses(), golden, rtol=0, atol=1e-4)
 

@@ -79,7 +79,7 @@ class Training:
         return self.strategy
 
     def shares(self, step: int) -> Iterator[Tensor]:
-        """Yield, per micro-batch, this rank's share of the step's loss."""
+        """Yield this rank's loss per micro-batch. The ranks' sums average to the mean loss of the step's windows."""
         for ids in self.plan.rank_windows(step, self.world.rank):
             batch = self.collate(ids)
             with autocast(self.world.device, self.config.train.precision):
@@ -108,7 +108,7 @@ class Training:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def averaged_gradients(self, step: int) -> Gradients:
-        """Return the averaged gradients of a step without applying them."""
+        """Return the averaged and clipped gradients of a step without applying them."""
         self.backward(step)
         self.strategy.synchronize()
         self.strategy.clip()
@@ -129,7 +129,10 @@ class Training:
 
 
 def assert_close(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
-    """Assert that tensors differ by at most `tolerance` times their norm; ZERO_IN_THEORY: the norm of all tensors."""
+    """Assert that each tensor differs by at most `tolerance` times its norm.
+
+    For ZERO_IN_THEORY, the norm of all tensors counts instead.
+    """
     assert found.keys() == expected.keys()
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
@@ -151,7 +154,7 @@ def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
 
 @check
 def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
-    """`_pause_between_polls` replaces the function that waits. Another Horovod may also wait in other functions."""
+    """`_pause_between_polls` replaces the function that waits. Other versions of Horovod may also wait elsewhere."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
@@ -175,7 +178,7 @@ def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
 
 @check
 def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
-    """`_pause_between_polls` saves CPU time. Another Horovod may pause by itself and not need it."""
+    """`_pause_between_polls` saves CPU time. Other versions of Horovod may not need this."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
@@ -196,7 +199,8 @@ def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
 
 @check
 def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
-    # Horovod's broadcast_optimizer_state runs a hidden step of a new AdamW, which decays every weight.
+    # The strategy must not call Horovod's broadcast_optimizer_state: it runs a hidden step of a new AdamW, which decays
+    # every weight.
     world = ranks.world
     training = Training(world, "--seed", 7 + world.rank, "--weight_decay", 0.5)
     before = training.weights()
@@ -309,7 +313,7 @@ def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
 
 @check
 def groups_change_no_sum(ranks: Ranks) -> None:
-    """Losses with and without groups are equal; on two ranks with frozen word embeddings, bit for bit."""
+    """With frozen word embeddings, losses with and without groups are equal; on one and two ranks, bit for bit."""
     seen = []
     for number in (0, 3):
         training = Training(ranks.world, "--num_groups", number, "--learning_rate", 1e-3, frozen="word_embeddings")

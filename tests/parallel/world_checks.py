@@ -38,7 +38,10 @@ def every_rank_has_its_rank_info(ranks: Ranks) -> None:
 
 @check
 def waits_in_mpi_yield_the_core_on_cpus(ranks: Ranks) -> None:
-    """Otherwise Horovod's thread takes the core from the training. Open MPI reads the variable only at its start."""
+    """Otherwise, Horovod's thread would take the core from the training.
+
+    Open MPI reads the variable only at its start.
+    """
     if ranks.controller == "mpi":
         assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # Open MPI's spelling
 
