@@ -28,8 +28,8 @@ COMMAND_TIMEOUT_S = 30.0
 def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0, loss: float = 0.0) -> Iterator[None]:
     """Context manager: limit each node to `gbps` Gb/s, and delay packets by `latency_ms`.
 
-    `loss`: probability that a packet is dropped. `cluster`: folder of a running cluster. Connections remain open. The
-    link is always restored.
+    `loss`: probability that a packet is dropped. `cluster`: folder of a running cluster. Connections remain open. On
+    exit, also after an error, restores the link.
     """
     environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster)}
     if latency_ms or loss:

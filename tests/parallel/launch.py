@@ -65,7 +65,7 @@ def hub_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of all commands: one thread, no network, and no variables of a surrounding job."""
+    """Return the environment of all commands: one thread, hub offline, and no variables of a surrounding job."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(tuple(_FOREIGN.split()))}
     environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     # One folder for all commands, because the fork server does not serve commands with another HF_HOME.

@@ -41,7 +41,8 @@ def flip(tensor: Tensor, bit: int) -> Tensor:
     return tensor
 
 
-# Kind -> the moment in a step at which the mutation is made, and the function that changes its last argument.
+# Kind -> the moment in a step at which the mutation is made, and the function that makes it: it changes an argument
+# in place, or returns a replacement for the last one.
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gradient scaled": ("gradient", lambda mutant, gradient: gradient.mul_(1.01)),
     "bit of a gradient": ("gradient", lambda mutant, gradient: flip(gradient, 24)),

@@ -38,7 +38,7 @@ class Ranks:
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
-HOROVOD_CHECKS: set[str] = set()  # checks that do not depend on the strategy or test traps of Horovod
+HOROVOD_CHECKS: set[str] = set()  # checks of Horovod's traps, and checks that the strategy does not affect
 EXPENSIVE_CHECKS: set[str] = set()
 
 
