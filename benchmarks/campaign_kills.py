@@ -224,8 +224,8 @@ def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
 def kills(folder: Path, number: int) -> dict[str, Any]:
     """Compare a run that is killed at random moments with an uninterrupted run.
 
-    Some kills occur at the start, most in the training, and many while a checkpoint is written. Writes are delayed, so
-    that some last fewer steps than --save_steps, and others more.
+    Some kills occur at startup, most during training, and many of them during a checkpoint write. Random delays slow
+    the writes: some end within a few steps, others are still in progress when the next checkpoint is due.
     """
     tally: dict[str, Any] = {"failures": [], "kills": 0, "while_starting": 0, "while_writing": 0, "steps_lost": []}
     last = 3 * SAVE_STEPS * number

@@ -92,7 +92,10 @@ def _environment_remedy() -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """Return a library's error as one line. Text beyond MAX_REASON is cut after a sentence or replaced with "..."."""
+    """Return a library's error as one line.
+
+    More than MAX_REASON characters are cut after the last complete sentence, or end in "..." if there is none.
+    """
     text = " ".join(str(error).split()).removesuffix(".")
     if len(text) > MAX_REASON:
         text = text[:MAX_REASON].rpartition(". ")[0] or text[:MAX_REASON] + "..."

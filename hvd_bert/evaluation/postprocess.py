@@ -57,8 +57,9 @@ class WindowLogits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible answer: the characters [start, end) of the context. "No answer": text "", with start and end None.
+    """A possible answer: the characters [start, end) of the context.
 
+    For "no answer", `text` is empty, and `start` and `end` are None.
     `probability`: softmax of the scores over the n best candidates. The keys of the question-answering pipeline of
     transformers 4 also work: candidate["answer"], ["start"], ["end"] and ["score"].
     """

@@ -1,4 +1,4 @@
-"""Predicts for the rows of a file with a custom task, on all ranks."""
+"""Predictions of a custom task for the rows of a file, computed on all ranks."""
 
 from __future__ import annotations
 

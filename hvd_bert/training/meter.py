@@ -276,7 +276,10 @@ class Meter:
         return [self._loss, *self._counts.tolist()]
 
     def restore(self, state: dict[str, float], since_last_log: list[float], step: int) -> None:
-        """Restore what `state` and `since_last_log` returned after `step`. Phase times of earlier steps are lost."""
+        """Restore the results of the methods `state` and `since_last_log` that were saved after step `step`.
+
+        Phase times of earlier steps are lost.
+        """
         for name in _TOTALS:
             setattr(self, name, state[name])
         self.skipped_steps, self._skipped_before = int(state["skipped_steps"]), int(state["skipped_before"])

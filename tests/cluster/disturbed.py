@@ -63,7 +63,7 @@ class Disturbed:
         self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # for on.sh
 
     def _note_agents(self) -> None:
-        """Make each host's torchrun write its process id to a file in `gates`, so that its end is also awaited."""
+        """Record the process id of each host's torchrun in `gates`, so that until_all_end.py waits for it, too."""
         start = self.folder / "noted"
         start.write_text(f'#!/bin/sh\necho $$ >"{self.gates}/torchrun on $(hostname).pid"\nexec "$@"\n')
         start.chmod(0o755)

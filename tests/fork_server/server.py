@@ -80,7 +80,7 @@ def serve(path: str) -> dict[str, Any]:
                 except (OSError, ValueError, struct.error):  # the client was killed before it had sent all
                     client.close()
                     continue
-                preload_what_is_named(command["argv"])
+                preload_named(command["argv"])
                 pid = os.fork()
                 if pid == 0:
                     for other in [*ready.get_map().values()]:
@@ -110,8 +110,8 @@ def serve(path: str) -> dict[str, Any]:
                     client.send(NUMBER.pack(os.waitpid(pid, 0)[1]))
 
 
-def preload_what_is_named(words: list[str]) -> None:
-    """Import those modules of PRELOADED_IF_NAMED that a command names, for this command and later commands."""
+def preload_named(words: list[str]) -> None:
+    """Import the modules that PRELOADED_IF_NAMED lists for each name in the command. Later commands have them, too."""
     for name in [name for name in PRELOADED_IF_NAMED if any(name in word for word in words)]:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for an accelerator
         with contextlib.suppress(Exception):  # the command then imports the module itself, and reports the error

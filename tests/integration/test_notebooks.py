@@ -1,4 +1,4 @@
-"""Run the notebooks with other parameters, on a small training and on a sweep's generated runs."""
+"""Run the notebooks with test parameters: one trains a small model, the other reads generated runs of a sweep."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, grou
             start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60, lambda: None)
             == -9
         )
-    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # without a wait: the next run may start at once
+    # The process must already be gone, since the next run may start at once.
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))
 
 
 def test_earlier_child_processes_are_not_terminated(tmp_path: Path) -> None:

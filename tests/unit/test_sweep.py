@@ -125,7 +125,7 @@ PYTHON = Path(sys.executable).name
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # horovodrun writes its cache here
+    monkeypatch.setenv("HOME", str(tmp_path))  # writable; without a home, horovodrun gets --disable-cache
     hosts, job = "a100-01:2,a100-02:2", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32))
     gloo, slurm = by("horovodrun", TWO_CORES, hosts, "--gloo"), by("auto", job)
     srun = "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60"

@@ -59,7 +59,10 @@ _choice: Choice | None = None  # this process's choice; None until it is made
 
 
 def cpu_model() -> str:
-    """Return this machine's CPU model, a key of TABLE. ATEN_CPU_CAPABILITY may lower the instruction set it names."""
+    """Return this machine's CPU model, a key of TABLE: vendor and instruction set.
+
+    ATEN_CPU_CAPABILITY can select a lower instruction set.
+    """
     if platform.machine() in ("aarch64", "arm64"):
         return "aarch64"
     cpuinfo, level = machine.cpuinfo(), torch.backends.cpu.get_cpu_capability()

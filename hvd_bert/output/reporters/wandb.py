@@ -108,7 +108,7 @@ def _end_service() -> None:
     for process in psutil.Process().children():
         if process.name() == SERVICE:
             process.kill()
-    with suppress(Exception, SystemExit):  # it fails without the service process
+    with suppress(Exception, SystemExit):  # teardown fails, because the service process was killed
         wandb.teardown()  # unregisters the exit function
 
 

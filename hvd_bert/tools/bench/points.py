@@ -1,4 +1,4 @@
-"""The points of a sweep: trainings with their sizes and order, and the trainer's flags for each point."""
+"""The points of a sweep, in order: a training each, with its strategy, ranks, global batch and trainer flags."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ ITEM_BYTES |= dict.fromkeys(("int32", "float32", "uint32"), 4) | dict.fromkeys((
 class Timeline:
     """A timeline file. All attributes except `path` are filled while `events` reads the file.
 
-    `names`: names of the spans. `ranks`: ranks that ticks name. `count`: number of tensor events. `first_us`,
+    `names`: names of the spans. `ranks`: ranks named in TICK events. `count`: number of tensor events. `first_us`,
     `last_us`: times of the first and the last event. `cut_short`: whether the "]" after the last event is missing.
     """
 

@@ -113,7 +113,7 @@ def ranks(findings: Findings) -> Grid:
 
 
 def ranks_line(findings: Findings) -> str:
-    """Say in how many steps the last rank is known, or why there is no table of ranks."""
+    """Describe in how many steps the last rank to become ready is found, or why there is no table of ranks."""
     if findings.ranks == 1:
         return "A single rank does not wait."
     if not findings.rank_rows:
