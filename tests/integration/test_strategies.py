@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import stopping_at
@@ -39,15 +38,6 @@ def test_a_launchers_local_rank_is_no_setting(tmp_path, baseline):
     assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
     assert json.loads((out / "train_results.json").read_text())["world_size"] == 2
     assert "\nlocal_rank:" not in (out / "train_config.yaml").read_text()
-
-
-def test_accelerates_single_process_is_reported(tmp_path):
-    pytest.importorskip("accelerate", reason="needs env/setup.sh --dev")
-    accelerate = str(Path(sys.executable).with_name("accelerate"))
-    words = small_run(1, tmp_path / "out", "--max_steps", 1, "--no_do_eval")[len(TRAIN) :]
-    launch = [accelerate, "launch", "--cpu", "--num_processes", "2", "--module", "hvd_bert.train"]
-    done = run([*launch, *words], tmp_path).expect(0)
-    assert done.output.count("--multi_gpu") == 1, done
 
 
 def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline):

@@ -29,7 +29,7 @@ HELPS += [(words, rank) for words in ("train", "tools.bench", "tools.doctor") fo
 
 def run(*words: str, rank: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command. `rank`: the command's rank in a world of two; empty: no launcher. `environ`: more variables."""
-    launcher = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"} if rank else {}
+    launcher = {"HOROVOD_RANK": rank, "HOROVOD_LOCAL_RANK": rank, "HOROVOD_SIZE": "2"} if rank else {}
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **launcher, **environ}
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=60, check=False)
 
