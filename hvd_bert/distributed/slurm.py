@@ -12,7 +12,7 @@ from hvd_bert.errors import UserError, short_reason
 
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
 _COMMAND_S = 60  # seconds; a busy controller is slow to answer
-# Properties of a job, and the Slurm variables that hold them, without SLURM_. Memory is in MiB.
+# Property of a job -> Slurm's variable for it, without the prefix SLURM_. Memory is in MiB.
 _JOB = {
     "id": "JOB_ID",
     "name": "JOB_NAME",

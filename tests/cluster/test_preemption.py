@@ -91,9 +91,8 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
     cluster.on("login", down, tmp_path, timeout=60).expect(0)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job).expect(0)
-    assert re.search(r"Resuming from step [58]: out/checkpoint-", ended.out), (
-        ended
-    )  # the ranks may save before they end
+    # The ranks may save before they end.
+    assert re.search(r"Resuming from step [58]: out/checkpoint-", ended.out), ended
     assert resuming.differences(whole, tmp_path / "out") == []
 
 

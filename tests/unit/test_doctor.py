@@ -213,13 +213,8 @@ def diagnose(monkeypatch, join, launcher: Launcher) -> int:
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # error of one host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "Not ready: World.", ""),
-        (
-            Launcher("none", None, None),
-            AssertionError("loading it may crash"),
-            0,
-            "Ready: ",
-            "",
-        ),  # without ranks, a broken Horovod is not loaded
+        # Without ranks, a broken Horovod is not loaded.
+        (Launcher("none", None, None), AssertionError("loading it may crash"), 0, "Ready: ", ""),
     ],
 )
 def test_world_that_cannot_be_joined(monkeypatch, capsys, launcher, error, status, out, err):

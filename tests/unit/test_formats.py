@@ -312,11 +312,8 @@ def test_answers_without_a_start_are_found(tmp_path, name):
 @pytest.mark.parametrize(
     ("columns", "texts", "starts"),
     [
-        (
-            {"answers": ["London", "n", "Paris"]},
-            ("London", "n", "Paris"),
-            (16, None, None),
-        ),  # only the first answer must be in the context exactly once
+        # Only the first answer must be in the context exactly once.
+        ({"answers": ["London", "n", "Paris"]}, ("London", "n", "Paris"), (16, None, None)),
         ({"context": "Ada met Ada.", "answers": "Ada", "answer_start": [8, 0]}, ("Ada", "Ada"), (8, 0)),
     ],
 )
