@@ -13,6 +13,7 @@ from hvd_bert.errors import UserError
 DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
+SQUAD_RULES = "squad"  # default of --answer_language
 # Flags that also apply when a trained model answers questions. Their defaults are then the values of its training.
 ANSWERING = (
     "version_2_with_negative",
@@ -160,6 +161,11 @@ class DataArguments:
         0.0,
         "SQuAD 2.0: predict 'no answer' if its score exceeds the best answer's by more than this.",
         may_change_on_resume=True,
+    )
+    answer_language: str = _answering(
+        SQUAD_RULES,
+        "Rules of EM and F1: SQuAD's, MLQA's for a language, by character (ja, th), or for any other with spaces.",
+        choices=(SQUAD_RULES, "en", "ar", "de", "es", "hi", "vi", "zh", "ja", "th", "other"),
     )
     max_train_samples: int | None = _data(
         None, "Train on the first N questions or examples only.", default_text="all", minimum=1

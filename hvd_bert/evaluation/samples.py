@@ -15,7 +15,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def sample_answers(
-    questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool
+    questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool, answer_language: str
 ) -> list[dict[str, Any]]:
     """Choose up to PER_KIND right answers, then up to PER_KIND wrong answers, both in the order of the questions.
 
@@ -24,7 +24,7 @@ def sample_answers(
     found: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
     # For each n, the first n questions of this order are spread evenly, so scoring can stop early.
     for i in sorted(range(len(answers)), key=lambda number: number * GOLDEN_RATIO % 1):
-        exact, f1 = question_scores(questions[i], answers[i].text, version_2_with_negative)
+        exact, f1 = question_scores(questions[i], answers[i].text, version_2_with_negative, answer_language)
         if len(found[exact == 1]) < PER_KIND:
             scores = {"exact_match": 100.0 * exact, "f1": 100.0 * f1}
             found[exact == 1][i] = sample(questions[i], answers[i]) | scores

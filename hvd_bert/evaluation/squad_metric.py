@@ -1,4 +1,4 @@
-"""Computes exact match and F1 as the official SQuAD scripts for v1.1 and v2.0 do.
+"""Computes exact match and F1 as the official SQuAD scripts for v1.1 and v2.0 do, and by rules for other languages.
 
 Both scripts compare normalized texts and take the best value over a question's gold answers. They differ for texts
 that have no words after normalization:
@@ -7,25 +7,78 @@ that have no words after normalization:
   If no gold answer remains, only a prediction without words is right.
 
 Sources: evaluate-v1.1.py (Rajpurkar et al. 2016) and evaluate-v2.0.py (Rajpurkar et al. 2018). The tests compare
-this module with these scripts.
+this module with these scripts. Of the other languages, all but ja, th and other have the rules of
+mlqa_evaluation_v1.py (Lewis et al. 2020).
 """
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.data.sources.squad import Question
 
-_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+class _UnicodePunctuation(dict[int, int | None]):
+    """A table for `str.translate` that removes ASCII and Unicode punctuation; filled as characters occur."""
+
+    def __missing__(self, code: int) -> int | None:
+        removed = unicodedata.category(chr(code)).startswith("P") or chr(code) in string.punctuation
+        self[code] = None if removed else code
+        return self[code]
 
 
-def normalize(text: str) -> str:
-    """Lower-case a text, and remove ASCII punctuation, articles and repeated spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+class Language(NamedTuple):
+    """Rules by which answers are normalized.
+
+    Attributes:
+        articles: Pattern of texts that are replaced by a space.
+        characters: Pattern of texts that are words of their own, in languages without spaces.
+        punctuation: Table of removed characters.
+    """
+
+    articles: re.Pattern[str] | None = None
+    characters: re.Pattern[str] | None = None
+    punctuation: Mapping[int, int | None] = _UnicodePunctuation()
+
+
+def _words(words: str) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{words.replace(' ', '|')})\b")
+
+
+# Kana and Han characters, each with its voicing marks; Thai characters, each with its vowel signs and tone marks.
+_KANA, _HAN = "\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f", "\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_JAPANESE = re.compile(f"[{_KANA}{_HAN}][\u3099\u309a\uff9e\uff9f]*")
+_THAI = re.compile("[\u0e00-\u0e7f][\u0e31\u0e34-\u0e3a\u0e47-\u0e4e]*")
+LANGUAGES = {  # value of --answer_language -> rules
+    SQUAD_RULES: Language(_words("a an the"), punctuation=dict.fromkeys(map(ord, string.punctuation))),
+    "en": Language(_words("a an the")),
+    "ar": Language(re.compile("ال")),  # anywhere in a word, as in MLQA's script
+    "de": Language(_words("ein eine einen einem eines einer der die das den dem des")),
+    "es": Language(_words("un una unos unas el la los las")),
+    "hi": Language(),
+    "vi": Language(_words("của là cái chiếc những")),
+    "zh": Language(characters=re.compile("[\u4e00-\u9fa5]")),
+    "ja": Language(characters=_JAPANESE),
+    "th": Language(characters=_THAI),
+    "other": Language(),
+}
+
+
+def normalize(text: str, answer_language: str = SQUAD_RULES) -> str:
+    """Lower-case a text, and remove punctuation, articles and repeated spaces, by an entry of `LANGUAGES`."""
+    articles, characters, punctuation = LANGUAGES[answer_language]
+    text = text.lower().translate(punctuation)
+    if articles:
+        text = articles.sub(" ", text)
+    if characters:
+        text = characters.sub(r" \g<0> ", text)
+    return " ".join(text.split())
 
 
 def _f1(gold: str, prediction: str) -> float:
@@ -44,8 +97,11 @@ def score(
     null_odds: Mapping[str, float] | None = None,
     version_2_with_negative: bool = False,
     null_score_diff_threshold: float = 0.0,
+    answer_language: str = SQUAD_RULES,
 ) -> dict[str, float]:
-    """Compute the official metrics in percent. `predictions`: question id -> text. `null_odds`: question id -> odds.
+    """Compute the official metrics in percent, by the rules of `answer_language`, a key of `LANGUAGES`.
+
+    `predictions`: question id -> text. `null_odds`: question id -> odds.
 
     v1.1: exact_match, f1, total (the number of questions).
 
@@ -62,7 +118,8 @@ def score(
     Every question needs a prediction, with `null_odds` also odds, and for v1.1 at least one gold answer. Entries for
     other ids are ignored. Equal odds are processed in the order of `questions`.
     """
-    exact, f1 = zip(*(question_scores(q, predictions[q.id], version_2_with_negative) for q in questions), strict=True)
+    rules = version_2_with_negative, answer_language
+    exact, f1 = zip(*(question_scores(q, predictions[q.id], *rules) for q in questions), strict=True)
     if not version_2_with_negative:
         return _means(exact, f1)
     has_answer = [bool(q.answer_texts) for q in questions]
@@ -84,10 +141,12 @@ def score(
     return result
 
 
-def question_scores(question: Question, prediction: str, version_2_with_negative: bool) -> tuple[float, float]:
+def question_scores(
+    question: Question, prediction: str, version_2_with_negative: bool, answer_language: str
+) -> tuple[float, float]:
     """Compute exact match and F1 of one prediction, from 0 to 1."""
-    prediction = normalize(prediction)
-    golds = [normalize(text) for text in question.answer_texts]
+    prediction = normalize(prediction, answer_language)
+    golds = [normalize(text, answer_language) for text in question.answer_texts]
     if version_2_with_negative:
         golds = [gold for gold in golds if gold] or [""]
     exact = float(prediction in golds)

@@ -143,7 +143,7 @@ class QuestionAnswering(EncoderTask):
         metrics: dict[str, float] = {}
         for name, members in sets.items():
             questions = self.dev.questions[members.start : members.stop]
-            scores = score(questions, texts, odds, v2, data.null_score_diff_threshold)
+            scores = score(questions, texts, odds, v2, data.null_score_diff_threshold, data.answer_language)
             metrics |= {metric_key(metric, name): value for metric, value in scores.items()}
         files = [name for name in sets if name]
         for metric in SCORES if files else ():  # as in MRQA, the mean over the files is unweighted
@@ -160,7 +160,8 @@ class QuestionAnswering(EncoderTask):
     def files(self, outputs: list[Answer]) -> dict[str, Any]:
         """Make run_qa's output files and the samples. Only v2.0 has eval_null_odds.json."""
         assert self.dev is not None
-        v2 = self.config.data.version_2_with_negative
+        data = self.config.data
+        rules = data.version_2_with_negative, data.answer_language
         odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None}
         return {
             "eval_predictions.json": {answer.id: answer.text for answer in outputs},
@@ -168,7 +169,7 @@ class QuestionAnswering(EncoderTask):
                 answer.id: [{name: getattr(candidate, name) for name in ENTRY} for candidate in answer.nbest]
                 for answer in outputs
             },
-            "eval_samples.json": sample_answers(self.dev.questions, outputs, v2),
+            "eval_samples.json": sample_answers(self.dev.questions, outputs, *rules),
         } | ({"eval_null_odds.json": odds} if odds else {})
 
     def window_names(self, ids: Ids) -> list[str]:

@@ -14,8 +14,8 @@ FIXED_ON_RESUME = """
 dropout attention_dropout version_2_with_negative max_seq_length padding pad_to_max_length doc_stride max_train_samples
 do_train learning_rate lr_base_batch_size weight_decay layerwise_lr_decay ema_decay lora_rank lora_alpha adam_beta1
 adam_beta2 adam_epsilon max_grad_norm num_train_epochs max_steps lr_scheduler_type warmup_ratio warmup_steps lr_scaling
-lr_scaling_limit seed bf16 fp16 deterministic question_column context_column answer_column bad_examples task optim
-torch_compile torch_compile_mode tf32 metric_for_best_model fp16_allreduce bf16_allreduce
+lr_scaling_limit seed bf16 fp16 deterministic question_column context_column answer_column bad_examples answer_language
+task optim torch_compile torch_compile_mode tf32 metric_for_best_model fp16_allreduce bf16_allreduce
 """
 MAY_CHANGE_ON_RESUME = """
 model_name_or_path config_name tokenizer_name cache_dir model_revision dataset_name dataset_config_name train_file

@@ -204,6 +204,8 @@ def test_shape_of_a_custom_model_includes_the_model_inside():
 def test_every_difference_is_listed():
     with refused("checkpoint-10", "--padding was none and is longest", "global batch was 16 and is 8"):
         check(identity(), "--padding", "longest", "--per_device_train_batch_size", "4", batch=16)
+    with refused("--answer_language was squad and is zh"):
+        check({}, "--answer_language", "zh")
     with refused("the data was a and is SQuAD"):
         check(identity() | {"the data": "a"})
     with refused("the global batch was 16 and is 8"):  # only per-rank flags keep the checkpoint's batch

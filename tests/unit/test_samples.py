@@ -20,7 +20,7 @@ def answer(number: int, text: str, probability: float = 0.75) -> Answer:
 
 def test_content_of_a_sample():
     right, wrong = sample_answers(
-        [question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")], False
+        [question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")], False, "squad"
     )
     assert (right["id"], right["exact_match"]) == ("q1", 100.0)
     asked = {"id": "q0", "question": "what 0?", "context": "red box", "answers": ["red box", "box"], "answer_start": 0}
@@ -32,7 +32,7 @@ def test_samples_are_spread_over_the_questions(wrong):
     count = 1600
     questions = [question(number) for number in range(count)]
     answers = [answer(number, "no" if wrong(number) else "box") for number in range(count)]
-    found = sample_answers(questions, answers, False)
+    found = sample_answers(questions, answers, False, "squad")
     for exact in (100.0, 0.0):
         numbers = [int(str(sample["id"])[1:]) for sample in found if sample["exact_match"] == exact]
         assert numbers == sorted(numbers) and len(numbers) == PER_KIND
@@ -45,7 +45,7 @@ def test_samples_are_spread_over_the_questions(wrong):
 
 def test_question_without_an_answer():
     questions = [question(0, answers=()), question(1, answers=(), before=1000)]
-    found = sample_answers(questions, [answer(0, ""), answer(1, "red box")], True)
+    found = sample_answers(questions, [answer(0, ""), answer(1, "red box")], True, "squad")
     assert [(sample["prediction"], sample["exact_match"], sample["answers"]) for sample in found] == [
         ("", 100.0, []),
         ("red box", 0.0, []),
@@ -55,7 +55,7 @@ def test_question_without_an_answer():
 
 @pytest.mark.parametrize(("before", "marks"), [(10, 0), (EXCERPT, 2)])
 def test_context_is_cut_around_the_answer(before, marks):
-    (sample,) = sample_answers([question(0, before=before)], [answer(0, "box")], False)
+    (sample,) = sample_answers([question(0, before=before)], [answer(0, "box")], False, "squad")
     text, start = str(sample["context"]), sample["answer_start"]
     assert isinstance(start, int) and text[start:].startswith("red box")
     assert "red box" in text and text.count("…") == marks

@@ -1,4 +1,4 @@
-"""EM and F1, compared with the official scripts and with their stored results (squad_metric_golden.json)."""
+"""EM and F1, compared with SQuAD's scripts and with results of them and of MLQA's (squad_metric_golden.json)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.evaluation.squad_metric import score
+from hvd_bert.evaluation.squad_metric import LANGUAGES, score
 
 GOLDEN = json.loads((Path(__file__).parent / "squad_metric_golden.json").read_text(encoding="utf-8"))
 V2_NAMES = {"exact": "exact_match", "final_exact": "best_exact", "final_exact_thresh": "best_exact_thresh"}
@@ -83,6 +84,25 @@ def test_golden_values_equal_the_official_scripts(official: Official) -> None:
     for threshold, expected in GOLDEN["v2.0"]["scores"].items():
         args = (None, 0.0) if threshold == "none" else (odds, float(threshold))
         assert official_v2(official[1], questions, predictions, *args) == pytest.approx(expected, abs=1e-9)
+
+
+# By hand: the languages for which MLQA's script has no rules.
+OTHERS_BY_HAND = {
+    "ja": [["東京駅", "東京駅の南", 0, 0.75], ["『ガラス2022年』", "ガラス 2022 年", 1, 1], ["か\u3099", "か", 0, 0]],
+    "th": [["กรุงเทพ", "กรุง", 0, 2 / 3], ["น้ำ 12 ขวด", "น้ำ๏12ขวด", 1, 1], ["นา", "น้า", 0, 0.5]],
+    "other": [["«L\u2019église»", "l'église", 1, 1], ["서울에서", "서울", 0, 0], ["The 5\u20136.", "the 56", 1, 1]],
+}
+
+
+@pytest.mark.parametrize("language", [*LANGUAGES.keys() - {"squad"}])
+def test_answers_in_other_languages(language: str) -> None:
+    pairs = (GOLDEN["mlqa"]["pairs"] | OTHERS_BY_HAND)[language]
+    for gold, prediction, *expected in pairs:
+        scores = score([question("q", [gold])], {"q": prediction}, answer_language=language)
+        assert [scores["exact_match"], scores["f1"]] == pytest.approx([100 * value for value in expected]), gold
+    assert set(LANGUAGES) == {*FLAGS["answer_language"].choices}
+    punctuation = score([question("q", ["¿"])], {"q": ""}, {"q": -1.0}, True, answer_language=language)
+    assert punctuation["best_f1"] == punctuation["f1"] == 100.0, "v2.0: no words are no answer"
 
 
 # Articles, punctuation, composed and decomposed accents, other writing systems, blanks.

@@ -43,7 +43,8 @@ TRAINED -= {"train_file", "max_train_samples", "max_eval_samples"}
 TRAINED |= {"per_device_eval_batch_size"}
 DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
 DATA |= {"bad_examples"}
-SHARED = DATA | {"task", "version_2_with_negative"}  # settings that are the same for both compared models
+# Settings that are the same for both compared models.
+SHARED = DATA | {"task", "version_2_with_negative", "answer_language"}
 # Flags that the command accepts: for data, answers, model, output and computation.
 ACCEPTED = TRAINED | {name for name, flag in FLAGS.items() if flag.group == "model"} - {"model_name_or_path"}
 ACCEPTED |= {"max_eval_samples", "output_dir", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy"}

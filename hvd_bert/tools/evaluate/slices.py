@@ -28,12 +28,13 @@ _ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10
 
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scores:
     """Score each answer. The means of the scores are the metrics of the evaluation."""
-    found = []
+    found, data = [], config.data
     for question, answer in zip(questions, answers, strict=True):
-        if answer.null_odds is not None and answer.null_odds > config.data.null_score_diff_threshold:
+        if answer.null_odds is not None and answer.null_odds > data.null_score_diff_threshold:
             found.append((float(not question.answer_texts),) * 2)  # the official script then counts "no answer"
         else:
-            found.append(question_scores(question, answer.text, config.data.version_2_with_negative))
+            rules = data.version_2_with_negative, data.answer_language
+            found.append(question_scores(question, answer.text, *rules))
     return dict(zip(SCORES, 100 * np.array(found).T, strict=True))
 
 
