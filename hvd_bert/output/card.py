@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING
+from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING, SQUAD_RULES
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.errors import log
 from hvd_bert.storage.reading import read_json
@@ -84,12 +84,14 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
     head = next((head for head in HEADS if str(model.get("architectures")).endswith(f"{head}']")), "")
     scores = {name: score for name, score in scores.items() if math.isfinite(score)}
     validation = _data(settings, hub, "validation")
+    language = settings["answer_language"]
+    rules = "" if language == SQUAD_RULES else f"--answer_language {language}"
     eval_results = [
         EvalResult(
             task_type=HEADS.get(head, "other"),
             **validation,
             metric_type=name,
-            metric_name=name.replace("_", " ").capitalize(),
+            metric_name=name.replace("_", " ").capitalize() + (f" ({rules})" if rules else ""),
             metric_value=scores[name],
         )
         for name in results["scores"]
@@ -113,6 +115,7 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
         task=settings["task"],
         results=results,
         scores=scores,
+        rules=rules,
         part_of_data=settings["max_eval_samples"],
         train=_data(settings, hub, "train"),
         validation=validation,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.config.settings import Config
 from hvd_bert.config.training import REPORTERS
 from hvd_bert.distributed.mpi import library_name
@@ -53,9 +54,10 @@ SAMPLES = "eval_samples.json"
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 
-def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
+def write_evaluation(folder: Path, evaluation: EvaluationResult, answer_language: str) -> None:
     """Write the evaluation's metrics and the task's files, and remove other files of an earlier evaluation."""
-    contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
+    rules = {} if answer_language == SQUAD_RULES else {"answer_language": answer_language}
+    contents = {"eval_results.json": evaluation.metrics | rules, **evaluation.files}
     assert contents.keys() <= {*RUN_FILES}, "the next run would not replace them"
     for name, content in contents.items():
         write_json(folder / name, content)

@@ -117,7 +117,7 @@ def _write_output(
     results = results | {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with world.writing("--output_dir", folder) as writes:
         if writes and evaluation:
-            run_folder.write_evaluation(folder, evaluation)
+            run_folder.write_evaluation(folder, evaluation, settings["answer_language"])
         if writes and task.plan:
             results |= task.facts() | {"work": resume.identity(settings, task.model, task.identity(), task.plan)}
             card.write(folder, settings, results, evaluation.metrics if evaluation else {})

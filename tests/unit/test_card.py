@@ -144,6 +144,7 @@ def test_names_on_the_hub(tmp_path, monkeypatch):
 def test_no_setting_shows_a_path(tmp_path, dataset):
     settings = dict.fromkeys(FLAGS, "/secret/x") | {"dataset_name": dataset, "task": QUESTION_ANSWERING}
     settings["dataset_config_name"] = None  # it cannot be a path
-    settings["validation_file"] = ["a=/secret/x", "/secret/y/"]
+    settings |= {"validation_file": ["a=/secret/x", "/secret/y/"], "answer_language": "zh"}
     content = card.text(tmp_path, settings, training_results(), {"accuracy": 1})
+    assert content.count("--answer_language zh") == 2, "in the metric's name and below the scores"
     assert "secret" not in content and ("Evaluated on `a=x, y`" in content) == (dataset is None)

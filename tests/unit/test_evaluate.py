@@ -81,8 +81,9 @@ def settings_of(*words: object) -> list[dict[str, Any]]:
     ],
 )
 def test_settings_come_from_the_training_unless_given(make_model, words, expected):
-    folder = make_model(context_column="passage", per_device_eval_batch_size=3, max_eval_samples=2, bf16=True)
-    expected = {"version_2_with_negative": True, "bf16": False, "do_train": False} | expected
+    changed = {"context_column": "passage", "per_device_eval_batch_size": 3, "max_eval_samples": 2, "bf16": True}
+    folder = make_model(**changed, answer_language="zh")
+    expected = {"version_2_with_negative": True, "answer_language": "zh", "bf16": False, "do_train": False} | expected
     for model in (folder, folder / "checkpoint-3"):
         (found,) = settings_of(model, *words.split())
         assert found.items() >= (expected | {"model_name_or_path": str(model)}).items()
@@ -90,6 +91,7 @@ def test_settings_come_from_the_training_unless_given(make_model, words, expecte
 
 def test_compared_models_have_the_same_questions_and_rules(make_model):
     others = {"version_2_with_negative": False, "validation_file": None, "dataset_name": "squad", "max_seq_length": 50}
+    others["answer_language"] = "zh"
     first, second = settings_of(make_model("one"), "--compare", two := make_model("two", **others))
     assert second == first | {"model_name_or_path": str(two), "max_seq_length": 50}
 
@@ -107,15 +109,19 @@ def test_wrong_command_lines(make_model):
             settings_of(*words)
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["v1.1", "v2.0"])
-def test_scores_and_files_equal_the_trainers(make_model, make_questions, write_squad, tmp_path, capsys, v2):
-    file = write_squad(make_questions(QUESTIONS, unanswered_every=3 * v2), "dev.json")
-    folder = make_model(version_2_with_negative=v2, validation_file=str(file))
+@pytest.mark.parametrize(("v2", "language"), [(False, "squad"), (True, "squad"), (False, "de")])
+def test_scores_and_files_equal_the_trainers(make_model, make_questions, write_squad, tmp_path, capsys, v2, language):
+    questions = make_questions(QUESTIONS, unanswered_every=3 * v2)
+    if language == "de":  # answers with an English article
+        questions = [replace(q, answer_texts=(q.context,), answer_starts=(0,)) for q in questions]
+    file = write_squad(questions, "dev.json")
+    folder = make_model(version_2_with_negative=v2, validation_file=str(file), answer_language=language)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     evaluate(folder, "--output_dir", ours)
     printed = capsys.readouterr().out
     words = [f"--{name}={value}" for name, value in SETTINGS.items()] + ["--no_do_train", "--strategy=none"]
     words += [f"--version_2_with_negative={v2}", f"--validation_file={file}", f"--model_name_or_path={folder}"]
+    words.append(f"--answer_language={language}")
     world = make_world()
     world.set_up_device()
     loop.run(parse([*words, f"--output_dir={theirs}"]), world)
@@ -126,6 +132,9 @@ def test_scores_and_files_equal_the_trainers(make_model, make_questions, write_s
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
     results = json.loads((ours / "evaluation.json").read_text())
     metrics = json.loads((theirs / "eval_results.json").read_text())
+    if language != "squad":
+        assert metrics.pop("answer_language") == language and f"--answer_language {language}" in printed
+        assert evaluated(folder, "--answer_language=squad")["metrics"]["f1"] != metrics["f1"]
     assert results["metrics"] == metrics
     sections = ("evaluation.json", "eval_samples.json", "train_results.json")
     assert undocumented(results, *sections, without=("settings", "slices", "versions", "metrics")) == []

@@ -120,6 +120,28 @@ def test_processes_memory_and_scores(tmp_path):
     assert scores == {"none": ("70.0", ""), "horovod": ("71.5", ""), "fsdp": ("", "0.75"), "dp": ("", "")}
 
 
+def test_scores_by_different_rules_have_separate_columns(tmp_path, capsys):
+    zh = {"answer_language": "zh"}
+    scored = {"none": {}, "zh": zh, "scored_later": zh}
+    for seed, (name, rules) in enumerate(scored.items()):
+        work = {f"--{key}": value for key, value in rules.items() if name == "zh"}
+        folder = make_run(tmp_path / "runs" / name, seed=seed, scores=(50.0, 60.0 + seed), work=work, best={})
+        with (folder / "train_config.yaml").open("a") as file:
+            file.writelines(f"{key[2:]}: {value}\n" for key, value in work.items())
+        results = json.loads((folder / "eval_results.json").read_text())
+        (folder / "eval_results.json").write_text(json.dumps(results | rules))
+    report(tmp_path)
+    rows = {Path(run["run"]).name: (run["f1"], run["f1 (zh)"]) for run in read_csv(tmp_path / "out/runs.csv")}
+    assert rows == {"none": ("60.0", ""), "zh": ("", "61.0"), "scored_later": ("", "62.0")}
+    text, printed = page(tmp_path), capsys.readouterr().out
+    assert "F1 and F1 (zh) follow different rules (--answer_language)" in text
+    assert text.count("EM | F1 | EM (zh) | F1 (zh)") == 1 and "--answer_language is zh, the baseline's squad" in printed
+    assert "F1 (zh) | 1 | 62" in text, "no mean over different rules"
+    runs = [record.read(tmp_path / "runs" / name) for name in scored]
+    assert [run.rules for run in runs] == ["", " (zh)", " (zh)"]
+    assert [run.curve_rules for run in runs] == ["", " (zh)", ""], "metrics.jsonl has the training's scores"
+
+
 def test_runs_that_cannot_be_compared(tmp_path, capsys):
     for loss in (4.0, 5.0):  # the baseline's repeats disagree
         make_run(tmp_path / f"runs/none-{loss}", loss=loss)

@@ -157,6 +157,7 @@ def test_without_any_trial_there_is_no_advice(pretended, start, tmp_path, capsys
         (["--range", "warmup_ratio=0.1:2"], "--warmup_ratio 2"),
         (["--range", "weight_decay=0:1:log"], "weight_decay=0:1:log"),
         (["--range", "output_dir=a,b"], "--output_dir"),
+        (["--range", "answer_language=zh,other"], "answer_language=zh,other"),
         (["--max_steps", "9"], "--max_steps 9"),
         (["--eval_steps", "9"], "--eval_steps"),
         (["--train_file", "nowhere.json"], "--train_file nowhere.json"),

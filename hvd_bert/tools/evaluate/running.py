@@ -57,7 +57,8 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
             if folder:
                 with writing_to("--output_dir", folder):
                     files = evaluations[0].files | {"evaluation.json": results}
-                    run_folder.write_evaluation(folder, replace(evaluations[0], files=files))
+                    language = configs[0].data.answer_language
+                    run_folder.write_evaluation(folder, replace(evaluations[0], files=files), language)
                     write_named(folder / "evaluation.html", page.as_html())
                 log.info("%s", run_folder.describe(folder))
             if flags.json:

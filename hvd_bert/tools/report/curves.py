@@ -26,7 +26,8 @@ Sets = Mapping[str, tuple[int, Sequence[Record]]]  # name of a curve -> index in
 def run_charts(record: Record) -> list[Chart]:
     """Make the charts of a run: loss, scores, learning rate, gradient norm and throughput, as far as recorded."""
     losses = [_series(record, "loss", "training", 0), _series(record, "eval_loss", "validation", 1)]
-    scores = [_series(record, f"eval_{name}", score_name(name), i) for i, name in enumerate(record.score_names)]
+    names = {name: score_name(name) + record.curve_rules for name in record.score_names}
+    scores = [_series(record, f"eval_{name}", title, i) for i, (name, title) in enumerate(names.items())]
     charts = [_chart("Loss", "loss", losses)]
     if len(record.evaluations) > 1:  # a single evaluation does not make a curve
         charts.append(_chart("Scores", _score_unit([record]), scores))
@@ -42,10 +43,11 @@ def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
     charts = [_chart("Training loss", "loss", _curves(sets, "loss"))]
     if any(len(record.evaluations) > 1 for record in records):
         charts.append(_chart("Validation loss", "loss", _curves(sets, "eval_loss")))
-        names = dict.fromkeys(name for record in records for name in record.score_names)
-        for name in names:
+        names = dict.fromkeys((name, record.curve_rules) for record in records for name in record.score_names)
+        for name, rules in names:
             scored = [record for record in records if name in record.score_names]
-            charts.append(_chart(score_name(name), _score_unit(scored), _curves(sets, f"eval_{name}")))
+            alike = {curve: runs for curve, runs in sets.items() if runs[1][0].curve_rules == rules}
+            charts.append(_chart(score_name(name) + rules, _score_unit(scored), _curves(alike, f"eval_{name}")))
     return [*charts, *_training_charts(sets)]
 
 

@@ -78,7 +78,7 @@ def status(record: Record) -> Status:
 def _result(record: Record) -> str:
     """Describe the results of a finished training in a sentence, without per-file scores."""
     names = [name for name in record.score_names if not any(name.endswith(f"_{n}") for n in record.score_names)]
-    scores = [f"{curves.score_name(name)} {_figure(record.score(name))}" for name in names]
+    scores = [f"{curves.score_name(name)}{record.rules} {_figure(record.score(name))}" for name in names]
     work = [f"{record.step:,} steps"] if record.step else []
     seconds, size = record.number("train_runtime"), record.number("world_size")
     work += [f"in {duration(seconds)}"] if seconds is not None else []
@@ -91,7 +91,7 @@ def _result(record: Record) -> str:
 
 def figures(record: Record) -> list[tuple[str, str]]:
     """Return the run's main figures as pairs of name and formatted value."""
-    found = [(curves.score_name(name), _figure(record.score(name))) for name in record.score_names]
+    found = [(curves.score_name(name) + record.rules, _figure(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if "eval_loss" in record.scores:
         found.append(("validation loss", _figure(record.scores["eval_loss"])))

@@ -39,7 +39,7 @@ def make_page(
         costs += [tables.costs(table), *_panels(table, index, "throughput", "memory")]
     if not compared:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
-    page.add_section("Caveats", Listing(tables.caveats(compared)))
+    page.add_section("Caveats", Listing([*tables.caveats(compared), *_other_rules(records)]))
     differing = setup.differences(records)
     same = Text("All recorded settings, inputs and versions are the same.")
     page.add_section("What differs", differing if len(differing.head) > 1 else same)
@@ -55,6 +55,13 @@ def make_page(
         definitions = [text.format(comparability=comparability, comparison=comparison) for text in TEXTS["definitions"]]
         page.add_section("Definitions", Listing(definitions))
     return page
+
+
+def _other_rules(records: Sequence[Record]) -> list[str]:
+    """Make the caveat on runs whose scores follow different rules."""
+    found = list(dict.fromkeys(f"F1{record.rules}" for record in records if record.score_names))
+    text = f"{' and '.join(found)} follow different rules (--answer_language), as does EM: do not compare them."
+    return [text] if len(found) > 1 else []
 
 
 def _folded(grid: Grid) -> Block:
@@ -78,7 +85,7 @@ def _panels(table: ScalingTable, index: int, *names: str) -> list[Picture]:
 
 def overview(records: Sequence[Record]) -> Grid:
     """Make the table with the main figures of each run."""
-    scores = list(dict.fromkeys(name for record in records for name in record.score_names))
+    scores = list(dict.fromkeys((name, record.rules) for record in records for name in record.score_names))
     head = ["run", "state", "strategy", "ranks", "step", "time", "last logged loss"]
     rows = []
     for record in records:
@@ -87,9 +94,9 @@ def overview(records: Sequence[Record]) -> Grid:
         cells += [shown(record.facts.get(key)) for key in ("strategy", "world_size")]
         cells += [str(record.step), DASH if seconds is None else duration(seconds)]
         cells.append(number(finite_number(losses[-1]) if len(losses) else None))
-        cells += [number(record.score(name)) for name in scores]
+        cells += [number(record.score(name) if record.rules == rules else None) for name, rules in scores]
         rows.append(cells)
-    return Grid([*head, *(SHORT.get(name, name) for name in scores)], rows, words=3)
+    return Grid([*head, *(SHORT.get(name, name) + rules for name, rules in scores)], rows, words=3)
 
 
 # 97.5 % quantiles of Student's t-distribution for 1, 2, ... degrees of freedom.
@@ -119,7 +126,8 @@ def repeats(groups: Sequence[Group]) -> Grid | None:
 
 def _rows(row: str, group: Group) -> list[list[str]]:
     figures: dict[str, list[float | None]] = {
-        name: [run.final_scores.get(name) for run in group.runs] for name in group.first.final_scores
+        curves.score_name(name) + rules: [run.final_scores.get(name) for run in group.runs if run.rules == rules]
+        for name, rules in dict.fromkeys((name, run.rules) for run in group.runs for name in run.final_scores)
     }
     figures["last loss"] = [run.last_loss for run in group.runs]
     figures[f"{group.first.unit}/s"] = [run.windows_per_s for run in group.runs]
@@ -132,5 +140,5 @@ def _rows(row: str, group: Group) -> list[list[str]]:
             ends = [number(min(known)), number(max(known))]
             spread = [number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}", *ends]
         if known:
-            rows.append([row, curves.score_name(name), str(len(known)), number(statistics.fmean(known)), *spread])
+            rows.append([row, name, str(len(known)), number(statistics.fmean(known)), *spread])
     return rows

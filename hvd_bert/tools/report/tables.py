@@ -125,12 +125,14 @@ def speedups(table: ScalingTable, brief: bool = False) -> Grid:
 def costs(table: ScalingTable) -> Grid:
     """Make the table of process times, memory, losses and scores."""
     columns = [(column.cost, column) for column in COLUMNS if column.cost]
-    scores = dict.fromkeys(name for line in table.lines for name in line.group.first.final_scores)
-    return _grid(table, [*columns, *((SHORT.get(name, name), _score_column(name)) for name in scores)])
+    runs = [run for line in table.lines for run in line.group.runs]
+    scores = dict.fromkeys((name, run.rules) for run in runs for name in run.final_scores)
+    columns += [(SHORT.get(name, name) + rules, _score_column(name, rules)) for name, rules in scores]
+    return _grid(table, columns)
 
 
-def _score_column(name: str) -> Column:
-    return Column(of_run=lambda run: run.final_scores.get(name), text=_score)
+def _score_column(name: str, rules: str) -> Column:
+    return Column(of_run=lambda run: run.final_scores.get(name) if run.rules == rules else None, text=_score)
 
 
 def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
@@ -157,7 +159,7 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
     used = [
         {"run": run.name}
         | {column.runs: column.of_run(run) for column in COLUMNS if column.runs}
-        | {"left_out": "", **run.final_scores}
+        | {"left_out": "", **{name + run.rules: score for name, score in run.final_scores.items()}}
         for run in runs
     ]
     return used + [{"run": name, "left_out": reason} for name, reason in excluded]

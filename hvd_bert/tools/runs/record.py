@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 from msgspec import Meta, Struct
 
+from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.config.settings import FLAGS, in_this_version
 from hvd_bert.errors import visible
 from hvd_bert.storage import locks
@@ -111,6 +112,16 @@ class Record:
     def unit(self) -> str:
         """The unit of a batch, such as windows."""
         return str(self.facts.get("unit", "windows"))
+
+    @property
+    def rules(self) -> str:
+        """The suffix that names the rules of the scores, such as " (zh)"; "" for SQuAD's and other tasks."""
+        return _rules(self.scores or self.settings)
+
+    @property
+    def curve_rules(self) -> str:
+        """The rules, see `rules`, of the evaluations in metrics.jsonl. Other rules may have scored the model later."""
+        return _rules(self.settings)
 
     @property
     def score_names(self) -> list[str]:
@@ -275,6 +286,11 @@ def read(folder: Path) -> Record:
         worlds=list(dict.fromkeys(" ".join(str(each.get(key)) for key in WORLD) for each in begins)),
         problems=problems,
     )
+
+
+def _rules(recorded: Mapping[str, Any]) -> str:
+    language = recorded.get("answer_language") or SQUAD_RULES
+    return "" if language == SQUAD_RULES else f" ({visible(str(language))})"
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     check_files(config)
     parameters = [search.Parameter.of(text, common, config, point.ranks) for text in ranges]
     same = {"--range": flags.range, "--ranks": point.ranks, "-H": flags.H}
-    same |= {"the trainer's flags": common, **launching.record()}
+    same |= {"the trainer's flags": common, "--answer_language": config.data.answer_language, **launching.record()}
     content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
 
     def start(setting: Sequence[str], folder: Path, watch: Watch) -> str:

@@ -75,6 +75,8 @@ class Parameter:
         name, _, values = text.partition("=")
         if name not in FLAGS or not values:
             raise UserError(f"--range {text}: no values, or no flag of the trainer. {FORM}.")
+        if name == "answer_language":
+            raise UserError(f"--range {text}: scores by different rules cannot be compared. Give --{name} one value.")
         settings, other = config.as_flat(), OVERRIDING.get(name, name)
         if other != name and settings[other] != FLAGS[other].default:
             remedy = f"Set --{other} {FLAGS[other].default}, or search others"
