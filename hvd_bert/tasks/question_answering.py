@@ -63,11 +63,16 @@ class QuestionAnswering(EncoderTask):
         if task != QUESTION_ANSWERING:
             raise UserError(f"{name} was trained with --task {task}. Add this flag.")
         self.load_model(AutoModelForQuestionAnswering)
-        self.train = self._load_split("train") if args.do_train else None
+        splits = ["train"] if args.do_train else []
         if args.do_eval and data.train_file and not data.validation_file:
             log.info("No --validation_file is given: the model is not evaluated.")
         elif args.do_eval:
-            self.dev = self._load_split("validation")
+            splits.append("validation")
+        # All data are opened before the first file is tokenized, which may take minutes.
+        opened = {split: open_split(data, split, config.model.cache_dir) for split in splits}
+        self.train = self._load_split("train", opened) if args.do_train else None
+        if "validation" in opened:
+            self.dev = self._load_split("validation", opened)
             if len(self.dev.sets) > 1:
                 names = [metric_key(name, data) for data in ("macro", *self.dev.sets) for name in SCORES]
                 self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
@@ -77,13 +82,13 @@ class QuestionAnswering(EncoderTask):
         collate = self.collator(windows)
         return QuestionSet(collate, windows.lengths, source.digest, source=source, windows=windows, **more)
 
-    def _load_split(self, split: str) -> QuestionSet:
+    def _load_split(self, split: str, opened: Mapping[str, list[tuple[DataFile, Source]]]) -> QuestionSet:
         """Load the "train" or "validation" questions and their windows, cached if possible. Raises UserError.
 
         With --fast_dev_run, only every n-th validation question is used.
         """
-        data, world, cache_dir = self.config.data, self.world, self.config.model.cache_dir
-        files, sources = zip(*open_split(data, split, cache_dir), strict=True)
+        data, world = self.config.data, self.world
+        files, sources = zip(*opened[split], strict=True)
         limit = data.max_train_samples if split == "train" else data.max_eval_samples
         options, tables = WindowOptions(data.max_seq_length, data.doc_stride, limit), []
         progress, leader = world.cross_rank == 0, world.local_rank == 0

@@ -89,6 +89,12 @@ def test_run_with_several_files(base, tmp_path, make_questions, write_squad):  #
         train(base, *files)
 
 
+def test_all_files_are_opened_before_the_first_is_tokenized(base, tmp_path, own_cache):  # noqa: F811
+    with refused("nowhere.json"):
+        train(base, "--validation_file", str(tmp_path / "nowhere.json"), "--output_dir", str(tmp_path / "out"))
+    assert not own_cache.exists() and not (tmp_path / "out").exists()
+
+
 TRAINING = Reading(bad_examples="skip")
 EVALUATION = Reading(bad_examples="skip", purpose="evaluation")
 MISTAKES = {
