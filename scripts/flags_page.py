@@ -46,6 +46,9 @@ preset or a YAML file of flags; flags on the command line override it. Values in
 convert `1:30`, `010` and `no`. A switch also takes a value: `--bf16 False`. If a flag is given twice, the last value
 counts.
 
+In paths, also in Python and in `HVD_BERT_CACHE`, `~` and variables such as `$HOME` are expanded. Addresses such as
+`s3://` are refused.
+
 Flags with † must keep their values when a run resumes. Some of the others have
 [conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).
 """

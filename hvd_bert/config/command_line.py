@@ -20,7 +20,7 @@ import yaml
 
 from hvd_bert.config.flag import GROUPS, require
 from hvd_bert.config.other_names import hint
-from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
+from hvd_bert.config.parser import HELP, HelpFormatter, Parser, checked_path, number_or_auto, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, Config, from_flags
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error
@@ -105,7 +105,7 @@ def add_flag(parser: argparse._ActionsContainer, name: str, default: Any, shown_
     parser.add_argument(
         *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *flag.aliases]),
         help=f"{flag.help} (default: {shown_default})",
-        type=kind,
+        type=flag.parse or kind,
         default=default,
         choices=flag.choices or None,
         metavar=flag.metavar or (None if flag.choices else metavar),
@@ -208,8 +208,7 @@ def load_yaml(name: str) -> dict[str, Any]:
 
     `{package}` in a value is replaced by this package's folder. Raises UserError.
     """
-    problem = path_problem(name)
-    require(not problem, f"--config {shortened(ascii(name))}: {problem}.")
+    name = checked_path("--config", name)
     presets = _presets()
     path = PRESETS / f"{name}.yaml" if name in presets else Path(name)
     try:

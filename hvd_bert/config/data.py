@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from hvd_bert.config.data_files import DataFile, data_files
+from hvd_bert.config.data_files import DataFile, data_files, data_path
 from hvd_bert.config.flag import flag, flag_properties, require
+from hvd_bert.config.parser import name_or_path, plain_text
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
@@ -29,7 +30,7 @@ _data = partial(flag, "data")
 _answering = partial(flag, "question-answering")
 # These flags may change on resume, for example if a file was moved: checkpoints record the model's shape and the data's
 # hash instead.
-_model_source = partial(_model, metavar="NAME", may_change_on_resume=True)
+_model_source = partial(_model, metavar="NAME", parse=name_or_path, may_change_on_resume=True)
 _data_source = partial(_data, metavar="NAME", may_change_on_resume=True)
 
 
@@ -53,7 +54,9 @@ class ModelArguments:
         default_text="the caches of Hugging Face's libraries",
         metavar="FOLDER",
     )
-    model_revision: str = _model_source("main", "Branch, tag or commit of the model on the hub.", metavar="REVISION")
+    model_revision: str = _model_source(
+        "main", "Branch, tag or commit of the model on the hub.", metavar="REVISION", parse=plain_text
+    )
     dropout: float | None = _model(
         None, "Dropout probability of hidden states and attention.", default_text="the model's own", minimum=0, below=1
     )
@@ -118,6 +121,7 @@ class DataArguments:
         "Training data: JSON, JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
         metavar="FILE[:WEIGHT] ...",
+        parse=data_path,
         several=True,
         replaces=("dataset_name", "validation_file"),
     )
@@ -126,6 +130,7 @@ class DataArguments:
         "Data to evaluate on, in the format of --train_file. Several files are scored together and separately.",
         default_text="none",
         metavar="[NAME=]FILE ...",
+        parse=data_path,
         several=True,
         replaces=("dataset_name",),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.flag import require
+from hvd_bert.config.parser import name_or_path
 
 _RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # words in names of other metrics, such as macro_f1
 
@@ -24,6 +25,12 @@ class DataFile:
     path: str
     name: str = ""
     weight: float = 1.0
+
+
+def data_path(text: str) -> str:
+    """Parse FILE, FILE:WEIGHT or NAME=FILE, with FILE as in `name_or_path`."""
+    name, path = _split(text)
+    return f"{name}={name_or_path(path)}" if name else name_or_path(text)
 
 
 def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
@@ -56,10 +63,14 @@ def _parsed(flag: str, text: str, several: bool) -> DataFile:
 
 def _named(text: str, several: bool) -> DataFile:
     """Parse FILE or NAME=FILE. If `several`, the default NAME is the file's name without extensions, else ""."""
+    name, path = _split(text)
+    return DataFile(path, name or (Path(path).name.split(".")[0] or "." if several else ""))
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split NAME=FILE into NAME and FILE. NAME is "" for a text that is only FILE."""
     name, equals, path = text.partition("=")
-    if equals and path and "/" not in name and not os.path.exists(text):
-        return DataFile(path, name)
-    return DataFile(text, Path(text).name.split(".")[0] or "." if several else "")
+    return (name, path) if equals and path and "/" not in name and not os.path.exists(text) else ("", text)
 
 
 def _weighted(text: str) -> DataFile:

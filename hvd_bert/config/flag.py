@@ -5,6 +5,7 @@ To add a flag, add a field to one of the classes in `SECTIONS` (settings.py, tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ class Flag(Limits):
         aliases: Other spellings of the flag, with dashes.
         choices: Accepted values. Empty: any value of the field's type within the range.
         metavar: Placeholder of the value in --help.
+        parse: Parser of the value's text, such as `name_or_path` for paths. None: the one of the field's type.
         owner: The only strategy that accepts a value other than the default. Empty: all strategies do.
         may_change_on_resume: Whether a resumed run accepts a value other than the checkpoint's. True only if the flag
             does not change the training's result, or if checkpoints record it in another form (data, model, batch).
@@ -56,6 +58,7 @@ class Flag(Limits):
     aliases: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
     metavar: str = ""
+    parse: Callable[[str], Any] | None = None
     owner: str = ""
     may_change_on_resume: bool = False
     chooses_start: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import operator
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ LARGEST = 2**32 - 1  # maximum of whole numbers; all libraries accept it as a se
 MAX_SECONDS = 1e9  # maximum of durations; the system's clocks overflow beyond 9e9
 AUTO = 0  # the number that represents the word auto
 MAX_RUNS = 1000  # maximum number of repetitions of a measurement
+# URLs, also after pathlib has merged their slashes, HOST:/PATH, NAME=URL and Windows' drives.
+_ADDRESS = re.compile(r"[^/]*:/|(file|hf|https?|ftp|s3a?|gs|gcs|az|abfss?|hdfs):|[A-Za-z]:\\")
+_UNEXPANDED = re.compile(r"^~|\$\{?[A-Za-z_]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,31 +126,47 @@ def number_or_auto(text: str) -> int:
     return number
 
 
-def path_problem(path: str) -> str:
-    """Return the reason why a text cannot be a path, with a remedy; "" if it can. Does not test whether it exists.
-
-    Paths must be valid UTF-8, because libraries always encode them as UTF-8.
-    """
-    if not path:
-        return "is empty: give a value, or leave the flag out for its default"
-    if path.encode(errors="replace").decode() != path:
-        return "is not valid UTF-8: rename the file or folder"
-    if "\0" in path:
-        return "contains a NUL character: remove it"
-    return ""
-
-
-def name_or_path(text: str) -> str:
-    """Parse a name or path. It must not be empty, and must be valid UTF-8 (`path_problem`)."""
-    problem = path_problem(text)
+def plain_text(text: str) -> str:
+    """Parse a text. It must not be empty, and must be valid UTF-8, because libraries encode all texts as UTF-8."""
+    problem = ""
+    if not text:
+        problem = "is empty: give a value, or leave the flag out for its default"
+    elif text.encode(errors="replace").decode() != text:
+        problem = "is not valid UTF-8: rename the file or folder"
+    elif "\0" in text:
+        problem = "contains a NUL character: remove it"
     if problem:
         raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} {problem}")
     return text
 
 
+def name_or_path(text: str) -> str:
+    """Parse a local path or a hub name, as a shell does: expand ~ and variables. Does not test whether it exists."""
+    path = os.path.expanduser(os.path.expandvars(plain_text(text)))
+    problem = ""
+    if _ADDRESS.match(path):
+        problem = (
+            "is an address, but only local files and folders can be used: download an input first, or copy an output"
+            " after the run"
+        )
+    elif _UNEXPANDED.search(path) and not os.path.lexists(path):
+        problem = "names a variable or user that does not exist: export the variable, or write the whole path"
+    if problem:
+        raise argparse.ArgumentTypeError(f"{shortened(repr(text))} {problem}")
+    return path
+
+
 def path(text: str) -> Path:
     """Parse a path as `name_or_path` does."""
     return Path(name_or_path(text))
+
+
+def checked_path(name: str, text: str) -> str:
+    """Return a path as `name_or_path` does, for a path that is not a flag's. Raises UserError. `name`: its name."""
+    try:
+        return name_or_path(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{name} {error}.") from None
 
 
 def shortened(text: str, maximum: int = 200) -> str:
@@ -163,7 +184,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         for action in (None, "store"):
             self.register("action", action, Checked)
-        checks = {int: whole_number, float: decimal, str: name_or_path, None: name_or_path, Path: path}
+        checks = {int: whole_number, float: decimal, str: plain_text, None: plain_text, Path: path}
         for kind, check in checks.items():
             self.register("type", kind, check)
 

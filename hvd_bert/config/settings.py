@@ -19,6 +19,7 @@ from hvd_bert.config.data import (
     ModelArguments,
 )
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
+from hvd_bert.config.parser import name_or_path
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.config.training import REDUCE_OVERHEAD, TrainArguments
 from hvd_bert.machine import MAX_THREADS
@@ -47,6 +48,7 @@ class CheckpointArguments:
         "Resume from this checkpoint folder, or from the newest in --output_dir (latest).",
         default_text="the newest in --output_dir if the run there is unfinished",
         metavar="FOLDER|latest",
+        parse=name_or_path,
         chooses_start=True,
     )
     load_best_model_at_end: bool = _checkpoints(False, "Keep the model of the best evaluation instead of the last one.")
@@ -126,6 +128,7 @@ class ProfilingArguments:
         default_text="no recording",
         aliases=("--timeline_file", "--timeline-file"),
         metavar="FILE",
+        parse=name_or_path,
     )
     timeline_steps: str = _profiling("11:30", "First and last step to record, both included.", metavar="FIRST:LAST")
     profile: bool = _profiling(

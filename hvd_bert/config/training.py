@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
-from hvd_bert.config.parser import AUTO, LARGEST
+from hvd_bert.config.parser import AUTO, LARGEST, name_or_path
 
 # transformers' learning-rate schedules that take no further arguments and do not depend on the loss.
 SCHEDULES = [
@@ -35,7 +35,11 @@ _output = partial(flag, "output", may_change_on_resume=True)
 @dataclass(frozen=True)
 class TrainArguments:
     output_dir: str | None = _output(
-        None, "Folder for all output files.", default_text="a new folder runs/DATE-TIME", metavar="FOLDER"
+        None,
+        "Folder for all output files.",
+        default_text="a new folder runs/DATE-TIME",
+        metavar="FOLDER",
+        parse=name_or_path,
     )
     overwrite_output_dir: bool = _output(
         False, "Delete the earlier run's files in --output_dir and train from the start.", chooses_start=True

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from hvd_bert.config.parser import checked_path
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage import locks
 from hvd_bert.storage.reading import open_regular, read_json, sha256_of
@@ -30,9 +31,14 @@ _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """Return the folder "windows" in $HVD_BERT_CACHE, $XDG_CACHE_HOME/hvd_bert or ~/.cache/hvd_bert."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("HVD_BERT_CACHE") or Path(caches) / "hvd_bert") / "windows"
+    """Return the folder "windows" in $HVD_BERT_CACHE, $XDG_CACHE_HOME/hvd_bert or ~/.cache/hvd_bert.
+
+    Raises UserError if the variable is not a path.
+    """
+    for name, subfolder in (("HVD_BERT_CACHE", ""), ("XDG_CACHE_HOME", "hvd_bert")):
+        if folder := os.environ.get(name):
+            return Path(checked_path(name, folder), subfolder, "windows")
+    return Path.home() / ".cache" / "hvd_bert" / "windows"
 
 
 def entry(cache_dir: Path, key: str, build: Callable[[Path], None], verify: bool = True) -> Path:

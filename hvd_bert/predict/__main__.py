@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hvd_bert.config.command_line import add_flag, trained_settings
 from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
-from hvd_bert.config.parser import HelpFormatter, Limits, Parser
+from hvd_bert.config.parser import HelpFormatter, Limits, Parser, name_or_path
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, find_launcher
 from hvd_bert.errors import UserError
@@ -81,14 +81,14 @@ def make_parser() -> argparse.ArgumentParser:
     description = "Answer questions with a trained model, or predict."
     parser = Parser(prog="hvd-bert predict", description=description, formatter_class=HelpFormatter)
     parser.add_argument(
-        "model", metavar="MODEL", type=str, help="Output folder of a training, a checkpoint, or a hub name."
+        "model", metavar="MODEL", type=name_or_path, help="Output folder of a training, a checkpoint, or a hub name."
     )
     parser.add_argument("--context", metavar="TEXT", type=str, help="Passage that contains the answer. (default: none)")
     parser.add_argument("--question", metavar="TEXT", type=str, help="Question about the passage. (default: none)")
     parser.add_argument(
         "--input",
         metavar="FILE",
-        type=str,
+        type=name_or_path,
         help="File of questions, or of rows for a custom task, in any format that the trainer reads. It needs no"
         " answers or labels. (default: none)",
     )

@@ -18,7 +18,7 @@ from hvd_bert.config.arguments import check_types
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING, DataArguments, ModelArguments
 from hvd_bert.config.flag import require
-from hvd_bert.config.parser import path_problem, shortened
+from hvd_bert.config.parser import checked_path
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources.questions import text_mistake
@@ -70,9 +70,7 @@ class QuestionAnswerer:
     ) -> None:
         arguments = dict(locals())
         check_types(arguments, get_type_hints(QuestionAnswerer.__init__) | {"model": str, "device": Any})
-        name = os.fspath(model)
-        problem = path_problem(name)
-        require(not problem, f"model {shortened(ascii(name))} {problem}.")
+        name = checked_path("model", os.fspath(model))
         require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
         require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
         settings = _settings(name, {setting: arguments[setting] for setting in ANSWERING})

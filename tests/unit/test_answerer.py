@@ -197,6 +197,7 @@ def test_questions_that_cannot_be_answered(qa, question, context, named):
         ({"max_seq_length": 9999}, ["max_seq_length 9999", 512]),
         ({"doc_stride": 60}, ["max_seq_length 40", "doc_stride 60"]),
         ({"model": ""}, ["model ''"]),
+        ({"model": "s3://b/model"}, ["model 's3://b/model'"]),
         ({"model": "n" * 300}, ["n" * 300]),
         ({"batch_size": 2.5}, ["batch_size 2.5", "int"]),
         ({"doc_stride": True}, ["doc_stride True", "int"]),

@@ -167,13 +167,14 @@ def test_names_that_are_too_long(command, words, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["model_name_or_path", "config_name", "tokenizer_name", "train_file", "output_dir"])
-@pytest.mark.parametrize("name", [LONG, "a\0b"], ids=["long", "NUL"])
-def test_impossible_names_given_to_train(flag: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [LONG, "a\0b", "s3://b/x"], ids=["long", "NUL", "address"])
+def test_impossible_names_given_to_train(flag: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     given = {"config": "sample", "max_steps": 1, "output_dir": tmp_path / "run", flag: name}
     with pytest.raises(UserError) as raised:
         train(**given)
-    assert (name if name == LONG else "NUL") in str(raised.value)
-    assert not (tmp_path / "run").exists()
+    assert (name if "\0" not in name else "NUL") in str(raised.value)
+    assert not os.listdir(tmp_path)
 
 
 def test_nul_in_a_file_of_flags(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 from pathlib import Path
@@ -212,9 +214,10 @@ def test_refused_flags(flags, named, capsys):
 
 
 TOOLS = (bench, doctor, evaluate, predict, report, sweep, timeline, tune)
+PARSERS = (command_line.make_parser(), *(tool.make_parser() for tool in TOOLS))
 FLAGS_WITH_VALUES = [
     pytest.param(parser, action, id=f"{parser.prog} {action.option_strings[0]}")
-    for parser in (command_line.make_parser(), *(tool.make_parser() for tool in TOOLS))
+    for parser in PARSERS
     for action in parser._actions
     if action.option_strings and action.nargs != 0
 ]
@@ -226,6 +229,49 @@ def test_values_that_no_flag_takes_are_refused(parser, flag):
         with refused(flag.option_strings[0]) as raised:
             parser.parse_known_args([f"{flag.option_strings[-1]}={value}"])
         assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
+def test_paths_are_local(parser, monkeypatch):
+    """Without a check, an output would be a local folder named like the address."""
+    monkeypatch.delenv("UNSET", raising=False)
+    kinds = re.compile(r"FILE(?!\.yaml)|FOLDER|DIR|PATH|MODEL$|OUT|RUNS")
+    models = {"model_name_or_path", "config_name", "tokenizer_name"}
+    paths = [flag for flag in parser._actions if kinds.search(str(flag.metavar)) or flag.dest in models]
+    for flag in paths:
+        for text in ("s3://b/x", "gs:/b/x", "hf:u/m", "file:///x", "n1:/x", "C:\\x", "$UNSET/x", "~no_user/x"):
+            with refused(repr(text), error=argparse.ArgumentError):
+                parser._get_value(flag, text)
+        assert str(parser._get_value(flag, "user/model-1.0")) == "user/model-1.0"
+    assert paths
+
+
+def test_homes_are_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    given = {
+        "output_dir": "~/x",
+        "model_name_or_path": "$HOME/m",
+        "train_file": ["~/a.json:2", "${HOME}/b.json"],
+        "validation_file": "dev=~/c.json",
+        "question_column": "~",
+    }
+    expected = {
+        "output_dir": "/h/x",
+        "model_name_or_path": "/h/m",
+        "train_file": ("/h/a.json:2", "/h/b.json"),
+        "validation_file": "dev=/h/c.json",
+    }
+    words = [word for item in given.items() for word in command_line.to_argv(*item)]
+    (tmp_path / "mine.yaml").write_text(json.dumps(given))
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    from_file = parse(["--config", "$FOLDER/mine.yaml"])
+    assert expected.items() <= parse(words).as_flat().items() and expected.items() <= from_file.as_flat().items()
+    assert parse(words).data.question_column == "~"
+    for address in ("s3://b/x.json", "dev=s3://b/x.json"):
+        with refused("s3://b/x.json"):
+            parse(["--config", write(tmp_path, f"validation_file: {address}")])
+    with refused("--config 's3://b/x.yaml'"):
+        parse(["--config", "s3://b/x.yaml"])
 
 
 def test_names_of_other_trainers_lead_to_flags():

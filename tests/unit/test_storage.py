@@ -274,7 +274,8 @@ def test_errors_name_the_variable_to_set(tmp_path):
     ("variable", "xdg", "expected"),
     [
         ("/mine", "/xdg", "/mine/windows"),
-        ("", "/xdg", "/xdg/hvd_bert/windows"),
+        ("~/mine", "/xdg", "/home/u/mine/windows"),
+        ("", "$HOME/xdg", "/home/u/xdg/hvd_bert/windows"),
         ("", "", "/home/u/.cache/hvd_bert/windows"),
     ],
 )
@@ -282,3 +283,6 @@ def test_default_folder(monkeypatch, variable, xdg, expected):
     for name, value in (("HVD_BERT_CACHE", variable), ("XDG_CACHE_HOME", xdg), ("HOME", "/home/u")):
         monkeypatch.setenv(name, value)
     assert cache.default_cache_dir() == Path(expected)
+    monkeypatch.setenv("HVD_BERT_CACHE", "s3://b/cache")
+    with refused("HVD_BERT_CACHE", "s3://b/cache"):
+        cache.default_cache_dir()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 from hvd_bert import hub
+from hvd_bert.config.parser import checked_path
 from hvd_bert.data.sources import files
 from hvd_bert.data.sources.entries import LEVELS, read_questions
 from hvd_bert.data.sources.questions import SHORT, Findings, Found, Mistake, Question, Reading, checked
@@ -47,7 +48,7 @@ class Source:
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
     """Open a data file and hash it. Raises UserError if it cannot be read. `Source.load` checks the content."""
-    name = os.fspath(path)
+    name = checked_path("data file", os.fspath(path))
     with files.opened(name) as opened:
         digest = sha256_of(opened)
     columns = Columns(name, reading)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import MAX_RUNS, Limits, Parser, add_number
+from hvd_bert.config.parser import MAX_RUNS, Limits, Parser, add_number, name_or_path
 from hvd_bert.config.settings import Config
 from hvd_bert.errors import UserError
 from hvd_bert.startup import collector_paused, start_rank
@@ -49,7 +49,7 @@ def make_parser() -> Parser:
         " numbers of ranks: hvd-bert bench sweep --help."
     )
     model = "Folder or config.json of an encoder, which gets new weights. (default: BERT-base)"
-    parser.add_argument("--model", metavar="PATH", help=model)
+    parser.add_argument("--model", metavar="PATH", type=name_or_path, help=model)
     add_number(parser, "--steps", 10, "Optimizer steps per timed section.", Limits(minimum=2))
     add_number(parser, "--repeats", 3, "Number of timed sections.", Limits(minimum=1, maximum=MAX_RUNS))
     json = "Also write the figures to this JSON file. (default: none)"

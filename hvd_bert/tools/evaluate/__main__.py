@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import QUESTION_ANSWERING
-from hvd_bert.config.parser import HELP, Limits, Parser, add_number
+from hvd_bert.config.parser import HELP, Limits, Parser, add_number, name_or_path
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 from hvd_bert.startup import collector_paused, start_rank
@@ -63,9 +63,9 @@ def make_parser() -> Parser:
         " the trainer for the data (--validation_file, --dataset_name, ...), the answers and the ranks. By default they"
         " have the values of the model's training. --output_dir names a folder for all files."
     )
-    parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")
+    parser.add_argument("model", metavar="MODEL", type=name_or_path, help="Output folder of a training, or a hub name.")
     compare = "Another model to compare with, question by question. (default: none)"
-    parser.add_argument("--compare", metavar="MODEL", type=str, help=compare)
+    parser.add_argument("--compare", metavar="MODEL", type=name_or_path, help=compare)
     add_number(parser, "--mistakes", 10, "Number of mistakes to show.", Limits(minimum=0))
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="Also write the results to this JSON file. (default: none)"
