@@ -1,11 +1,15 @@
-"""Parsing of the values of --train_file (FILE or FILE:WEIGHT) and --validation_file (FILE or NAME=FILE)."""
+"""Parsing of the values of --train_file (FILE or FILE:WEIGHT) and --validation_file (FILE or NAME=FILE).
+
+FILE may be a pattern such as shards/*.jsonl, since no shell expands it in YAML, in Python or after NAME=.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvd_bert.config.flag import require
@@ -34,12 +38,15 @@ def data_path(text: str) -> str:
 
 
 def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
-    """Parse the value of `flag` into its files. An entry that is an existing path is not split at "=" or ":".
+    """Parse the value of `flag` into its files. A pattern stands for its files, in the order of their names.
 
-    Raises UserError for an invalid name or weight, or if two files are the same or have the same name.
+    An entry that is an existing path is not split at "=" or ":", and is no pattern. Raises UserError for an invalid
+    name or weight, or if two files are the same or have the same name.
     """
     texts = [given] if isinstance(given, str) else given or []
-    files = [_parsed(flag, text, len(texts) > 1) for text in texts]
+    files = [file for text in texts for file in _parsed(flag, text)]
+    if flag == "validation_file" and len(files) > 1:  # the default NAME is the file's name without extensions
+        files = [replace(file, name=file.name or Path(file.path).name.split(".")[0] or ".") for file in files]
     paths: dict[str, str] = {}
     names: dict[str, str] = {}
     for file in files:
@@ -55,16 +62,14 @@ def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
     return files
 
 
-def _parsed(flag: str, text: str, several: bool) -> DataFile:
-    if flag == "train_file":
-        return _weighted(text)
-    return _named(text, several) if flag == "validation_file" else DataFile(text)
-
-
-def _named(text: str, several: bool) -> DataFile:
-    """Parse FILE or NAME=FILE. If `several`, the default NAME is the file's name without extensions, else ""."""
+def _parsed(flag: str, text: str) -> list[DataFile]:
+    if flag not in ("train_file", "validation_file"):
+        return [DataFile(text)]
     name, path = _split(text)
-    return DataFile(path, name or (Path(path).name.split(".")[0] or "." if several else ""))
+    file = _weighted(text) if flag == "train_file" else DataFile(path, name)
+    # Without a match, reading the file reports the pattern. An evaluation does not need the training's files.
+    paths = [] if os.path.exists(file.path) else sorted(glob.glob(file.path, recursive=True))
+    return [replace(file, path=path) for path in paths or [file.path]]
 
 
 def _split(text: str) -> tuple[str, str]:

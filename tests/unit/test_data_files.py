@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from refusals import refused
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
@@ -17,11 +18,12 @@ from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Reading
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import prepare
+from hvd_bert.tasks.rows import read_rows
 
 
 def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    for name in ("a.json", "dev.jsonl.gz", "c:2", "lr=3.json"):
+    for name in ("d-2.json", "d-1.json", "a.json", "dev.jsonl.gz", "c:2", "lr=3.json", "[c].json"):
         (folder / name).touch()
 
 
@@ -30,6 +32,10 @@ def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("train_file", ["c:2"], [("c:2", "", 1)]),
         ("train_file", ["a.json:.5", "c:2:3", "d:1.json"], [("a.json", "", 0.5), ("c:2", "", 3), ("d:1.json", "", 1)]),
+        ("train_file", ["d-*.json:2", "a.json"], [("d-1.json", "", 2), ("d-2.json", "", 2), ("a.json", "", 1)]),
+        ("train_file", ["[c].json", "no-*.json"], [("[c].json", "", 1), ("no-*.json", "", 1)]),
+        ("validation_file", ["d-*.json"], [("d-1.json", "d-1", 1), ("d-2.json", "d-2", 1)]),
+        ("validation_file", ["x=**/a.j*"], [("a.json", "x", 1)]),
         ("validation_file", ["lr=3.json"], [("lr=3.json", "", 1)]),
         ("validation_file", ["A-1=a.json"], [("a.json", "A-1", 1)]),
         ("validation_file", ["x=lr=3.json", "dev.jsonl.gz"], [("lr=3.json", "x", 1), ("dev.jsonl.gz", "dev", 1)]),
@@ -53,6 +59,8 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
         ("train_file", ["a.json", "./a.json:2"], ["a.json and ./a.json"]),
         ("train_file", [], ["--train_file"]),
         ("validation_file", ["x=a.json", "y=a.json"], ["a.json and a.json"]),
+        ("validation_file", ["x=d-*.json"], ["d-1.json and d-2.json", "named x"]),
+        ("train_file", ["a.json", "[a-b].json"], ["a.json and a.json"]),
         ("validation_file", ["x=a.json", "x=c:2"], ["a.json and c:2", "named x"]),
         ("validation_file", ["c:2", "a.json"], ["c:2", "NAME=FILE"]),
         *(("validation_file", [f"{name}=a.json"], [repr(name)]) for name in ("macro", "_mm", "x_HasAns", "ö")),
@@ -93,6 +101,27 @@ def test_all_files_are_opened_before_the_first_is_tokenized(base, tmp_path, own_
     with refused("nowhere.json"):
         train(base, "--validation_file", str(tmp_path / "nowhere.json"), "--output_dir", str(tmp_path / "out"))
     assert not own_cache.exists() and not (tmp_path / "out").exists()
+
+
+def test_folders_and_patterns_that_are_no_file(tmp_path, make_questions, to_rows):
+    rows = datasets.Dataset.from_list(to_rows(make_questions(2)))
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "both")
+    (tmp_path / "shards").mkdir()
+    for name in ("README.md", "1.jsonl", "2.jsonl"):
+        rows.to_json(tmp_path / "shards" / name)
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for path, remedy in (
+        (tmp_path / "saved", 'load_from_disk("PATH").to_json'),
+        (tmp_path / "both", 'load_from_disk("PATH")["train"].to_json'),
+        (tmp_path / "shards", "PATH/*.jsonl"),
+        (tmp_path / "shards" / "*.jsonl", "cat PATH"),
+        (arrow, "Dataset.from_file"),
+    ):
+        with refused(path, remedy.replace("PATH", str(path))):
+            squad.open_file(path, False).questions()
+        with refused(path, remedy.replace("PATH", str(path))):
+            read_rows(str(path), "--train_file")
 
 
 TRAINING = Reading(bad_examples="skip")

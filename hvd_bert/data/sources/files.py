@@ -9,12 +9,14 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import glob
 import gzip
 import io
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hvd_bert.data.sources.entries import is_nested
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 Located = tuple[str, Any]  # (path in the file, object or mistake at that path)
 Choose = Callable[[list[str]], list[str]]  # all columns of a file -> the columns to read; raises UserError
-_GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+_GZIP, PARQUET, _ARROW = b"\x1f\x8b", b"PAR1", b"\xff\xff\xff\xff"
 _JSON = re.compile(r"\s*[\[{]")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
@@ -42,8 +44,22 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         reason = str(error.strerror or error).lower()
-        message = f"{name or path}: {reason} (working directory: {os.getcwd()}). Give a readable data file."
+        message = f"{name or path}: {reason} (working directory: {os.getcwd()}). {_remedy(path)}"
         raise UserError(message) from error
+
+
+def _remedy(path: str) -> str:
+    """Return what to give in place of a path that is no readable file."""
+    if not os.path.isdir(path):
+        joined = f"Give one file. Files of JSON Lines can be joined: cat {path} > all.jsonl"
+        return joined if glob.glob(path) and not os.path.lexists(path) else "Give a readable data file."
+    names = {Path(file).name: Path(file).suffix for file in glob.glob(os.path.join(glob.escape(path), "*"))}
+    split = '["train"]' if "dataset_dict.json" in names else ""
+    if split or "state.json" in names:  # of `save_to_disk`
+        return f'Convert it by datasets.load_from_disk("{path}"){split}.to_json("train.jsonl"), and name this file.'
+    suffix = max(sorted({*names.values()}), key=[*names.values()].count, default="")
+    pattern = os.path.join(path, f"*{suffix}")
+    return f"Name a file in it. --train_file and --validation_file also take a pattern, such as '{pattern}'."
 
 
 def is_index(column: str) -> bool:
@@ -78,6 +94,8 @@ def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iter
         with contextlib.suppress(UnicodeDecodeError):
             if b"\0" not in content and content.decode("cp1252"):
                 likely = "in Windows-1252 (cp1252) or another encoding in which Excel saves CSV"
+        if content.startswith((_ARROW, b"ARROW1")):
+            likely = 'Arrow, which datasets.Dataset.from_file(FILE).to_json("train.jsonl") converts'
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             likely = "in UTF-16"
         raise UserError(
