@@ -255,6 +255,14 @@ def test_csv_of_pandas(tmp_path, caplog, index, missing):
     assert findings.columns == f"id, context, question, answers, answer_start; the index column {index!r} is ignored"
 
 
+@pytest.mark.parametrize("ids", [("1.0", "1", "07", " 7 "), ("1.0", "1.1"), ("2.0", "3.0")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_ids_that_are_texts_stay_as_they_are(tmp_path, name, ids):
+    found = read(tmp_path, FORMATS[name]([{**ROW, "id": id_, "answers": "London"} for id_ in ids]))
+    by_pandas = ids[-1] == "3.0" and name in ("CSV", "tab-separated")  # where the file cannot tell a number from a text
+    assert tuple(q.id for q in found) == (("2", "3") if by_pandas else ids)
+
+
 @pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
 def test_numbers_of_pandas(tmp_path, name):
     first = {**ROW, "id": 7.0, "answers": "London", "answer_start": 16.0, "__index_level_0__": 0}

@@ -19,7 +19,6 @@ from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Rea
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
 _Text = str | int  # whole numbers become texts: 1912.0 becomes "1912"
-_WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # an integer id, which pandas writes as 7.0 if another id is missing
 _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # notation of numpy arrays in pandas' cells
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
@@ -91,7 +90,7 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
     question: Question | None = None
     try:
         entry: _Entry = _converted("", values, _Entry)
-        id_, context = _WHOLE.sub(r"\1", str(entry.id)) or where, sys.intern(str(entry.context))
+        id_, context = str(entry.id) or where, sys.intern(str(entry.context))
         asked = partial(Question, id_, str(entry.title), context, str(entry.question))
         question = asked((), ())
         if "answers" not in given and not entry.is_impossible:

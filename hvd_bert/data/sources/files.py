@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -31,6 +32,7 @@ Located = tuple[str, Any]  # (path in the file, object or mistake at that path)
 Choose = Callable[[list[str]], list[str]]  # all columns of a file -> the columns to read; raises UserError
 _GZIP, PARQUET, _ARROW = b"\x1f\x8b", b"PAR1", b"\xff\xff\xff\xff"
 _JSON = re.compile(r"\s*[\[{]")
+_WHOLE = re.compile(r"-?[0-9]+\.0")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
 MAX_RATIO = 100  # maximum ratio of unpacked to packed size above 1 GiB; gzip itself reaches 1,032
@@ -80,10 +82,13 @@ def unpacked(name: str, content: bytes) -> bytes:
     return content
 
 
-def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iterable[Located]:
+def parsed(
+    name: str, content: bytes, choose: Choose, tsv: bool = False, whole_ids: bool = False
+) -> Iterable[Located]:
     """Parse the rows of CSV or Parquet, the lines of JSON Lines, or the single value of JSON. Raises UserError.
 
-    `tsv`: text rows have cells separated by tabs, and quotes are ordinary characters.
+    `tsv`: text rows have cells separated by tabs, and quotes are ordinary characters. `whole_ids`: CSV's ids 7.0 become
+    7 if all ids are such numbers.
     """
     if content.startswith(PARQUET):
         return _parquet_rows(name, content, choose)
@@ -102,7 +107,10 @@ def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iter
             f"{name}: not UTF-8 text (byte {error.start}), but probably {likely}. Decompress it, or save it as UTF-8"
             ' (in Excel: "CSV UTF-8").'
         ) from error
-    return _json_values(name, text, choose) if _JSON.match(text) else _csv_rows(name, text, choose, tsv)
+    if _JSON.match(text):
+        return _json_values(name, text, choose)
+    rows = partial(_csv_rows, name, text, tsv)
+    return _with_whole_ids(rows, choose) if whole_ids else rows(choose)
 
 
 def _json_values(name: str, text: str, choose: Choose) -> list[Located]:
@@ -131,7 +139,7 @@ def _json_lines(name: str, text: str) -> Iterator[Located]:
                 raise UserError(f"{name}: line {number}: not JSON: {reason}. Fix the file.") from error
 
 
-def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Located]:
+def _csv_rows(name: str, text: str, tsv: bool, choose: Choose) -> Iterator[Located]:
     """Parse CSV with column names in the first line.
 
     A cell such as `"a" b` is an error. pandas and pyarrow read it as `a b`, which would shift character offsets.
@@ -158,6 +166,15 @@ def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Locat
         raise UserError(
             f"{name}: {where}: damaged CSV: {error}. Put texts with commas or line breaks in quotes."
         ) from error
+
+
+def _with_whole_ids(rows: Callable[[Choose], Iterator[Located]], choose: Choose) -> Iterator[Located]:
+    """Yield rows of CSV with ids as they were before pandas wrote all as 7.0, since one is missing."""
+    whole = all(_WHOLE.fullmatch(row.get("id", "none") or "0.0") for _, row in rows(choose) if isinstance(row, dict))
+    for where, row in rows(list):
+        if whole and isinstance(row, dict) and "id" in row:
+            row["id"] = row["id"].removesuffix(".0")
+        yield where, row
 
 
 @contextlib.contextmanager

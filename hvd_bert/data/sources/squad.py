@@ -58,7 +58,7 @@ def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, readi
             content = file.read()
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{name}: the file changed while it was being read. Run the command again.")
-        return files.parsed(name, files.unpacked(name, content), columns.choose)
+        return files.parsed(name, files.unpacked(name, content), columns.choose, whole_ids=True)
 
     return _source(columns, digest, parsed, version_2_with_negative)
 
