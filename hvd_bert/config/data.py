@@ -139,8 +139,9 @@ class DataArguments:
     answer_column: str = _answering("answers", "Column of the answers, in data of flat rows.", metavar="NAME")
     bad_examples: str = _answering(
         "error",
-        "Questions with a mistake, such as a misplaced answer: refuse the data, or skip these questions.",
-        choices=("error", "skip"),
+        "Questions with a mistake: refuse the data, skip them, or move misplaced answers that occur exactly once and"
+        " skip the rest (repair).",
+        choices=("error", "skip", "repair"),
     )
     version_2_with_negative: bool = _answering(
         False,

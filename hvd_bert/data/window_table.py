@@ -185,6 +185,14 @@ def _log_findings(name: str, findings: Findings, counts: WindowCounts) -> None:
             scored,
             "; ".join(findings.first),
         )
+    if findings.repaired:
+        log.warning(
+            "%s: %d questions had answers with a wrong answer_start, which were moved to the only occurrence of their"
+            " text. The first: %s",
+            name,
+            findings.repaired,
+            "; ".join(findings.first_repaired),
+        )
     if counts.shortened_questions:
         log.warning(
             "%s: %d of %d questions were truncated to leave room for the context (raise --max_seq_length or lower "

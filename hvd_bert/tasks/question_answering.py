@@ -193,8 +193,10 @@ class QuestionAnswering(EncoderTask):
     def facts(self) -> dict[str, object]:
         sets = {"training": self.train, "validation": self.dev}
         findings = {name: questions.windows.findings for name, questions in sets.items() if questions}
-        counts = {name: {"left_out": found.left_out, "mistakes": found.mistakes} for name, found in findings.items()}
-        return {"bad_examples": counts} if self.config.data.bad_examples == "skip" else {}
+        skip, repair = ("left_out", "mistakes"), ("repaired", "first_repaired")
+        keys = {"error": (), "skip": skip, "repair": (*skip, *repair)}[self.config.data.bad_examples]
+        counts = {name: {key: getattr(found, key) for key in keys} for name, found in findings.items()}
+        return {"bad_examples": counts} if keys else {}
 
 
 def metric_key(name: str, data: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 from refusals import refused
+from test_squad import write
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
 from hvd_bert.config.command_line import override_argv, parse, to_argv
@@ -140,7 +141,7 @@ def bad_file(tmp_path, make_questions, to_squad) -> Path:
     """Write a SQuAD file of 12 questions, 9 of which have mistakes."""
     content: dict[str, Any] = to_squad(make_questions(12))
     qas = [entry for article in content["data"] for paragraph in article["paragraphs"] for entry in paragraph["qas"]]
-    qas[0]["answers"][0]["answer_start"] = -1
+    qas[0]["answers"][0]["answer_start"] = -2
     qas[1]["question"] = ""
     qas[2]["answers"][0]["answer_start"] += 1
     qas[3]["answers"][0]["text"] = "Pale grey"
@@ -174,6 +175,26 @@ def test_evaluation_scores_all_questions_with_a_text_as_answer(bad_file, make_qu
     assert "4 left out, 5 scored by their answers' texts" in caplog.text
 
 
+def test_repair_moves_answers_whose_text_occurs_once(bad_file, make_questions, tokenizer, own_cache, caplog):
+    with refused("In 2 of the questions", "--bad_examples repair"):
+        squad.open_file(bad_file, False).questions()
+    expected = make_questions(12)
+    for purpose, unlocated, left_out in (("training", [], 7), ("evaluation", ["q3", "q5", "q6"], 4)):
+        file = squad.open_file(bad_file, False, Reading(bad_examples="repair", purpose=purpose))
+        questions, findings = file.load()
+        located = [question for question in questions if question.id not in unlocated]
+        assert located[:2] == [expected[0], expected[2]] and len(located) + len(unlocated) == len(questions)
+        assert findings.mistakes == {**MISTAKES, "misplaced answer": 2} and findings.left_out == left_out
+        assert findings.repaired == 2
+        prepare(file, tokenizer, WindowOptions(32, 8))
+        assert "2 questions had answers" in caplog.text and "character -2" in caplog.text
+    for context, answer in (("a b b", "b"), ("a c", "b")):  # never a guess
+        row = {"context": context, "question": "?", "answers": {"text": [answer], "answer_start": [0]}}
+        with refused("'b'") as raised:
+            squad.open_file(write(bad_file.parent, [row]), False, Reading(bad_examples="repair")).questions()
+        assert "--bad_examples" not in str(raised.value)
+
+
 def test_file_of_mistakes_only_is_refused(tmp_path, make_questions, to_rows):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{**row, "answers": "Paris"} for row in to_rows(make_questions(2))]))
@@ -196,15 +217,20 @@ def test_training_skips_mistakes_and_windows_are_equal_on_all_nodes(bad_file, to
         assert words in caplog.messages[0]
 
 
-def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(("setting", "moved"), [("skip", 0), ("repair", 2)])
+def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path, setting, moved):  # noqa: F811
     files = ["--train_file", str(bad_file), str(tmp_path / "squad.json"), "--validation_file", str(bad_file)]
     flags = [*files, "--output_dir", str(tmp_path / "out")]
     with refused("--bad_examples skip"):
         train(base, *flags)
-    train(base, *flags, "--bad_examples", "skip", "--per_device_train_batch_size", "3")
+    train(base, *flags, "--bad_examples", setting, "--per_device_train_batch_size", "3")
     results = json.loads((tmp_path / "out" / "train_results.json").read_text())
-    assert results["bad_examples"] == {
-        "training": {"left_out": 9, "mistakes": MISTAKES},
-        "validation": {"left_out": 4, "mistakes": MISTAKES},
+    found = results["bad_examples"]
+    assert [len(facts.pop("first_repaired", [])) for facts in found.values()] == [moved, moved]
+    repaired = {"repaired": moved} if moved else {}
+    mistakes = {**MISTAKES, "misplaced answer": 4 - moved}
+    assert found == {
+        "training": {"left_out": 9 - moved, "mistakes": mistakes, **repaired},
+        "validation": {"left_out": 4, "mistakes": mistakes, **repaired},
     }
     assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["total"] == 8

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 import msgspec
 
-from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Reading
+from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Reading, look_alike
 
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
@@ -106,7 +106,11 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         if texted and entry.is_impossible:
             raise Mistake("contradiction", "is true, but there are answers. Remove one", "is_impossible")
         found = [_find(f"answers[{number}]", context, *pair) for number, pair in enumerate(texted)]
-        return asked(tuple(text for text, _ in found), tuple(start for _, start in found))
+        located = asked(tuple(text for text, *_ in found), tuple(start for _, start, _ in found))
+        if moved := next((mistake for *_, mistake in found if mistake), None):
+            moved.repaired = located
+            raise moved
+        return located
     except Mistake as mistake:
         if question and reading.purpose == "prediction":
             return question
@@ -138,32 +142,44 @@ def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
     return list(zip_longest(texts, starts))
 
 
-def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
+def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None, Mistake | None]:
     """Find an answer in its context. Returns its text in the context's Unicode form, and its start or None if unknown.
 
-    Raises Mistake if the answer is not at `start`, or if the first answer has no start and is not in the context
-    exactly once.
+    If the answer is not at `start`, but exactly once elsewhere, returns this place and the mistake. Raises Mistake if
+    it is neither, or if the first answer has no start and is not in the context exactly once.
     """
     text = as_text(f"{at}.text", text)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
-    for form in (None, "NFC", "NFD"):
-        answer = normalize(form, text) if form else text
-        position = context.find(answer) if start is None else start
-        if position >= 0 and context.startswith(answer, position):
-            if start is not None or context.find(answer, position + 1) < 0:
-                return answer, position
-            break
-    if start is None and at != "answers[0]":
-        return text, None  # only the metric uses further answers, and it compares texts
+    start = None if start == -1 else start  # converters' "not found"
+    forms = (text, normalize("NFC", text), normalize("NFD", text))
+    if start is not None and start >= 0:
+        for form in forms:
+            if context.startswith(form, start):
+                return form, start, None
+    answer = next((form for form in forms if form in context), text)
+    position = context.find(answer)
+    once = position >= 0 and context.rfind(answer) == position
+    if start is None and (once or at != "answers[0]"):  # only the metric uses further answers, and it compares texts
+        return (answer, position, None) if once else (text, None, None)
+    describe = partial(_misplaced, context, text, start, position if once else None)
+    mistake = Mistake("misplaced answer", describe, "answers")
+    if once:
+        return answer, position, mistake
+    raise mistake
+
+
+def _misplaced(context: str, text: str, start: int | None, only: int | None) -> str:
+    """Describe a misplaced answer. `only`: where its text is, if it is in the context exactly once."""
     reason = f"the answer {SHORT.repr(text)} is not in its context"
     if start is not None:
         found = context[start : start + len(text)] if start >= 0 else ""
         reason = f"the context has {SHORT.repr(found)} at character {start}, not the answer {SHORT.repr(text)}"
     elif text in context:
         reason = f"the answer {SHORT.repr(text)} is in its context more than once: add its answer_start"
-    if text not in context and normalize("NFC", text) in normalize("NFC", context):
-        reason += ". Their Unicode forms differ: normalize both to NFC, and count answer_start in the result"
-    raise Mistake("misplaced answer", reason, "answers")
+    elsewhere = "" if only is None else f"the answer is at character {only}"
+    if text not in context:
+        elsewhere = look_alike(text, context)
+    return f"{reason}; {elsewhere}" if elsewhere else reason
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -82,9 +82,7 @@ def unpacked(name: str, content: bytes) -> bytes:
     return content
 
 
-def parsed(
-    name: str, content: bytes, choose: Choose, tsv: bool = False, whole_ids: bool = False
-) -> Iterable[Located]:
+def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False, whole_ids: bool = False) -> Iterable[Located]:
     """Parse the rows of CSV or Parquet, the lines of JSON Lines, or the single value of JSON. Raises UserError.
 
     `tsv`: text rows have cells separated by tabs, and quotes are ordinary characters. `whole_ids`: CSV's ids 7.0 become

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import reprlib
-import textwrap
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from unicodedata import category, normalize
+from unicodedata import name as name_of
 
 from hvd_bert.errors import UserError
 
@@ -39,8 +42,8 @@ class Question:
 class Reading:
     """Settings for reading a source. The column names apply to flat rows only.
 
-    `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the answers'
-    positions, "evaluation" needs their texts, and "prediction" needs neither.
+    `bad_examples`: "error", "skip" to leave out questions with a mistake, or "repair" to move answers before that.
+    `purpose`: "training" needs the answers' positions, "evaluation" needs their texts, and "prediction" needs neither.
     """
 
     question_column: str = "question"
@@ -72,17 +75,21 @@ class Reading:
 class Mistake(Exception):
     """A mistake in the data.
 
-    `kind`: category, for counts. `path`: path in the file. `question`: the question, if an evaluation can score it.
+    `kind`: category, for counts. `reason`: a function if only a shown mistake needs it. `path`: path in the file.
+    `question`: the question, if an evaluation can score it. `repaired`: the question with its answers moved to the only
+    occurrences of their texts, if that is the whole mistake.
     """
 
     question: Question | None = None
+    repaired: Question | None = None
 
-    def __init__(self, kind: str, reason: str, path: str) -> None:
+    def __init__(self, kind: str, reason: str | Callable[[], str], path: str) -> None:
         super().__init__()
         self.kind, self.reason, self.path = kind, reason, path
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}" if self.path else self.reason
+        reason = self.reason if isinstance(self.reason, str) else self.reason()
+        return f"{self.path}: {reason}" if self.path else reason
 
 
 Found = tuple[str, Question | Mistake]  # (path in the file, question or mistake)
@@ -94,15 +101,18 @@ class Findings:
 
     Attributes:
         columns: Description of the columns of flat rows; "" if they have SQuAD's names.
-        mistakes: Kind of mistake -> number of questions. Empty without `--bad_examples skip`.
+        mistakes: Kind of mistake -> number of questions. Empty with `--bad_examples error`.
         first: Descriptions of the first mistakes, with their paths.
         left_out: Number of questions left out.
+        repaired, first_repaired: Number of questions with moved answers, and descriptions of the first ones.
     """
 
     columns: str = ""
     mistakes: dict[str, int] = field(default_factory=dict)
     first: list[str] = field(default_factory=list)
     left_out: int = 0
+    repaired: int = 0
+    first_repaired: list[str] = field(default_factory=list)
 
     @staticmethod
     def joined(several: Sequence[Findings]) -> Findings:
@@ -110,7 +120,12 @@ class Findings:
         mistakes: Counter[str] = Counter()
         for findings in several:
             mistakes.update(findings.mistakes)
-        return Findings(mistakes=dict(mistakes), left_out=sum(findings.left_out for findings in several))
+        return Findings(
+            mistakes=dict(mistakes),
+            left_out=sum(findings.left_out for findings in several),
+            repaired=sum(findings.repaired for findings in several),
+            first_repaired=[text for findings in several for text in findings.first_repaired][:_SHOWN],
+        )
 
 
 def checked(
@@ -122,32 +137,40 @@ def checked(
     """
     questions: list[Question] = []
     mistakes: list[Mistake] = []
+    moved: list[Mistake] = []
     paths: dict[str, str] = {}  # question id -> path of its first occurrence
     left_out = 0
     for where, item in found:
         mistake, question = (item, item.question) if isinstance(item, Mistake) else (None, item)
+        repaired = mistake.repaired if mistake and reading.bad_examples == "repair" else None
+        question = repaired or question
         unusable = _unusable(where, question, paths, version_2_with_negative, reading) if question else mistake
-        mistake = unusable or mistake
-        if mistake:
-            mistakes.append(mistake)
-        if question and not unusable and (mistake is None or reading.purpose == "evaluation"):
+        remaining = unusable or (None if repaired else mistake)
+        if remaining:
+            mistakes.append(remaining)
+        if question and not unusable and (remaining is None or reading.purpose == "evaluation"):
             questions.append(question)
+            moved += [mistake] if mistake and repaired else []
         else:
             left_out += 1
     if mistakes and (reading.bad_examples == "error" or not questions):
         first, *others = map(str, mistakes[:_SHOWN])
-        shown = "; ".join([first, *(textwrap.shorten(other, 120, placeholder="...") for other in others)])
+        shown = "; ".join([first, *(other if len(other) <= 120 else f"{other[:117]}..." for other in others)])
         total = f" ({len(mistakes)} mistakes in {len(questions) + left_out} questions)" if others else ""
         ways_out = "Fix the file."
         if any(mistake.kind == UNANSWERED for mistake in mistakes):
             ways_out += " For questions without an answer, as in SQuAD v2.0, add --version_2_with_negative."
+        if once := sum(mistake.repaired is not None for mistake in mistakes):
+            ways_out += f" In {once} of the questions, misplaced answers occur once. To move them there, add"
+            ways_out += " --bad_examples repair."
         if questions and reading.purpose != "prediction":
             ways_out += " To leave out the questions with mistakes, add --bad_examples skip."
         raise UserError(f"{name}: {shown}{total}. {ways_out}")
     if not questions:
         raise UserError(f"{name}: no questions found. Give a file with questions.")
-    kinds = dict(Counter(mistake.kind for mistake in mistakes).most_common())
-    return questions, Findings(mistakes=kinds, first=[*map(str, mistakes[:_SHOWN])], left_out=left_out)
+    counts = dict(Counter(mistake.kind for mistake in mistakes).most_common())
+    descriptions = ([*map(str, some[:_SHOWN])] for some in (mistakes, moved))
+    return questions, Findings("", counts, next(descriptions), left_out, len(moved), next(descriptions))
 
 
 def _unusable(
@@ -180,3 +203,65 @@ def text_mistake(question: Question) -> str:
         except UnicodeEncodeError as error:
             return f"its {name} contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
     return ""
+
+
+# --- texts that look equal -----------------------------------------------------------------------
+
+
+def _plain_marks(text: str) -> str:
+    """Replace quotes of all kinds by one kind, and dashes as well."""
+    table = {}
+    for character in set(text):
+        name = name_of(character, "")
+        if "QUOTATION" in name or "APOSTROPHE" in name or "PRIME" in name or name in ("GRAVE ACCENT", "ACUTE ACCENT"):
+            table[ord(character)] = "'"
+        elif category(character) == "Pd" or "MINUS" in name:
+            table[ord(character)] = "-"
+    return re.sub(r"(['-])\1+", r"\1", text.translate(table))
+
+
+def _without(text: str, kind: str) -> str:
+    """Return a text without the characters of a Unicode category."""
+    return "".join(character for character in text if category(character) != kind)
+
+
+# What may differ between texts that look alike -> the function that removes the difference. Later ones remove more.
+_DIFFERENCES: dict[str, Callable[[str], str]] = {
+    "Unicode form (normalize both to NFC)": partial(normalize, "NFC"),
+    "invisible character": partial(_without, kind="Cf"),
+    "kind of space": partial(re.sub, r"\s", " "),
+    "number of spaces": lambda text: text.replace(" ", ""),
+    "kind of quote or dash": _plain_marks,
+    "case": str.casefold,
+    "accent": lambda text: _without(normalize("NFD", text), "Mn"),
+    "width or other compatibility form": partial(normalize, "NFKC"),
+}
+
+
+def plain(text: str, differences: Iterable[str] = tuple(_DIFFERENCES)) -> str:
+    """Return a text without the differences of texts that look alike."""
+    for name in differences:
+        text = _DIFFERENCES[name](text)
+    return text
+
+
+def look_alike(text: str, context: str) -> str:
+    """Describe where the context has a text that looks like `text`, and what differs. Returns "" if it has none."""
+
+    def position(differences: Sequence[str]) -> int:
+        return plain(context, differences).find(plain(text, differences))
+
+    needed = list(_DIFFERENCES)
+    if not plain(text) or position(needed) < 0:
+        return ""
+    for name in reversed(_DIFFERENCES):
+        fewer = [other for other in needed if other != name]
+        needed = fewer if position(fewer) >= 0 else needed
+    first = position(needed)
+    lengths = range(len(context) + 1)  # of the context's beginnings
+    start, end = (
+        bisect_right(lengths, length, key=lambda count: len(plain(context[:count], needed))) - 1
+        for length in (first, first + len(plain(text, needed)))
+    )
+    found = SHORT.repr(context[start:end].rstrip())
+    return f"with another {' and '.join(needed)} it is at character {start}: {found}"
