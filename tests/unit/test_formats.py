@@ -343,6 +343,30 @@ def test_texts_that_look_equal(tmp_path, context, answer, named):
 
 
 @pytest.mark.parametrize(
+    ("context", "answer", "expected"),
+    [
+        ("It cost 0.5 in 1800.", 0.5, ("0.5", 8)),
+        ("It cost 0.5 in 1800.", [1800.0, 0.5], ("1800", 15)),
+        ("It cost 0.5 in 1800.", 1800, ("1800", 15)),
+        ("It weighs 1800.0 g", 1800.0, ("1800.0", 10)),
+        ("It cost 0.50.", 0.5, None),
+        ("It cost 1,800.", 1800.0, None),
+        ("It cost 1,800.", 1800, None),
+        ("It is True", True, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
+def test_numbers_as_answers(tmp_path, name, context, answer, expected):
+    content = FORMATS[name]([{**ROW, "context": context, "answers": answer}])
+    if expected:
+        (question,) = read(tmp_path, content)
+        assert (question.answer_texts[0], question.answer_starts[0]) == expected
+    else:
+        with refused("text in quotes"):
+            read(tmp_path, content)
+
+
+@pytest.mark.parametrize(
     ("columns", "texts", "starts"),
     [
         # Only the first answer must be in the context exactly once.

@@ -148,7 +148,7 @@ def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None
     If the answer is not at `start`, but exactly once elsewhere, returns this place and the mistake. Raises Mistake if
     it is neither, or if the first answer has no start and is not in the context exactly once.
     """
-    text = as_text(f"{at}.text", text)
+    is_number, text = not isinstance(text, str), _answer_text(f"{at}.text", text, context)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
     start = None if start == -1 else start  # converters' "not found"
     forms = (text, normalize("NFC", text), normalize("NFD", text))
@@ -161,14 +161,14 @@ def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None
     once = position >= 0 and context.rfind(answer) == position
     if start is None and (once or at != "answers[0]"):  # only the metric uses further answers, and it compares texts
         return (answer, position, None) if once else (text, None, None)
-    describe = partial(_misplaced, context, text, start, position if once else None)
+    describe = partial(_misplaced, context, text, start, position if once else None, is_number)
     mistake = Mistake("misplaced answer", describe, "answers")
     if once:
         return answer, position, mistake
     raise mistake
 
 
-def _misplaced(context: str, text: str, start: int | None, only: int | None) -> str:
+def _misplaced(context: str, text: str, start: int | None, only: int | None, is_number: bool) -> str:
     """Describe a misplaced answer. `only`: where its text is, if it is in the context exactly once."""
     reason = f"the answer {SHORT.repr(text)} is not in its context"
     if start is not None:
@@ -178,7 +178,7 @@ def _misplaced(context: str, text: str, start: int | None, only: int | None) -> 
         reason = f"the answer {SHORT.repr(text)} is in its context more than once: add its answer_start"
     elsewhere = "" if only is None else f"the answer is at character {only}"
     if text not in context:
-        elsewhere = look_alike(text, context)
+        elsewhere = look_alike(text, context) or ("write answers as text in quotes" if is_number else "")
     return f"{reason}; {elsewhere}" if elsewhere else reason
 
 
@@ -215,9 +215,19 @@ def _converted(path: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value.strip() if kind is int and isinstance(value, str) else value, kind, strict=False)
     except msgspec.ValidationError as error:
         field = path or str(error).partition(" - at ")[2].strip("`$.")
-        expected = _TYPES.get(field.rpartition(".")[2], "text")
-        found = shown(value if path else value[field])
-        raise Mistake("wrong type", f"should be {expected} ({found})", field) from None
+        found = value if path else value[field]
+        text = "text in quotes" if isinstance(found, int | float) else "text"
+        expected = _TYPES.get(field.rpartition(".")[2], text)
+        raise Mistake("wrong type", f"should be {expected} ({shown(found)})", field) from None
+
+
+def _answer_text(path: str, answer: Any, context: str) -> str:
+    """Convert an answer to text. 1800.0 is "1800" or "1800.0", and 0.5 is "0.5", if the context has this number."""
+    if isinstance(answer, float):
+        for text in [str(int(answer))] * answer.is_integer() + [repr(answer)]:
+            if re.search(rf"(?<!\d)(?<!\d[.,]){re.escape(text)}(?![.,]?\d)", context):
+                return text
+    return as_text(path, answer)
 
 
 def as_text(path: str, value: Any) -> str:
