@@ -390,6 +390,31 @@ def test_unicode_forms(tmp_path, of_context, of_answer):
         read(tmp_path, rows)
 
 
+# --- rows of words ------------------------------------------------------------------------------
+
+WORDS = {"question": ["Which", "river", "?"], "context": ["The", "Alm", "and", "the", "Hoge"]}
+
+
+@pytest.mark.parametrize("answers", [{"label": ["O", "B", "O", "O", "B"]}, {"answers": ["Alm", "Hoge"]}, {"start": 1}])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_words_are_named(tmp_path, name, answers):
+    rows = [{**WORDS, **answers}] * 2
+    content = as_csv([{key: str(value) for key, value in row.items()} for row in rows])
+    content = content if name in ("CSV", "tab-separated") else FORMATS[name](rows)
+    for column in ("answers", *answers):
+        with refused("a list of words", "2 mistakes in 2", "Join", "docs/guides/examples.md") as raised:
+            read(tmp_path, content, Reading(answer_column=column))
+        assert "columns" not in str(raised.value)
+
+
+def test_one_row_of_words_and_columns_of_pandas(tmp_path):
+    with refused("a list of words"):
+        read(tmp_path, [{**ROW, "context": WORDS["context"], "answers": "Alm"}])
+    columns = {"context": [CONTEXT, CONTEXT], "question": ["Who?", "Where?"], "answers": ["Ada", "London"]}
+    with refused("columns", 'orient="records"'):
+        read(tmp_path, columns)
+
+
 def test_excel(tmp_path):
     text = f"context;question;answers\n{CONTEXT} Né à Paris.;Où?;London\n"
     with refused("cp1252", "CSV UTF-8"):

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 import msgspec
 
-from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Reading, look_alike
+from hvd_bert.data.sources.questions import SHORT, WORDS, Found, Mistake, Question, Reading, look_alike
 
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
@@ -23,6 +23,7 @@ _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # notatio
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
 _TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # types of non-text fields
+_WORDS_IN_CSV = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
@@ -49,7 +50,7 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
             yield from read_questions(f"{where}[{number}]", item, reading, outer)
     elif not isinstance(node, dict):
         yield where, Mistake("wrong structure", f"should be an object or a list ({shown(node)})", where)
-    elif isinstance(node.get(names["question"]), dict | list):
+    elif _holds_columns(where, node.get(names["question"]), node.get(names["context"])):
         reason = 'holds columns, not rows. Write rows, as pandas does with to_json(orient="records")'
         yield where, Mistake("wrong structure", reason, where)
     elif names["question"] in node:
@@ -67,6 +68,13 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
         has_context = "context" in inner or names["context"] in node
         needed = '"context"' if level else f'"qas" or "{names["question"]}"' if has_context else '"paragraphs" or "qas"'
         yield where, Mistake("wrong structure", f"has no {needed} ({shown(node)})", where)
+
+
+def _holds_columns(where: str, question: Any, context: Any) -> bool:
+    """Return whether an object holds the columns of many questions, and not the words of one."""
+    if not isinstance(question, list) or not isinstance(context, list) or len(question) != len(context):
+        return isinstance(question, dict)
+    return where in ("", "data") or any(" " in str(text) for text in question)
 
 
 def is_nested(node: Mapping[str, Any]) -> bool:
@@ -89,6 +97,9 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         values.pop("is_impossible", None)
     question: Question | None = None
     try:
+        for field in ("context", "question"):
+            if _is_words(field, values.get(field)):
+                raise Mistake(WORDS, f"should be text, not a list of words ({shown(values[field])})", field)
         entry: _Entry = _converted("", values, _Entry)
         id_, context = str(entry.id) or where, sys.intern(str(entry.context))
         asked = partial(Question, id_, str(entry.title), context, str(entry.question))
@@ -124,6 +135,13 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         if question and question.id != where:
             mistake.path = f"question {SHORT.repr(question.id)} ({mistake.path})"
         raise
+
+
+def _is_words(field: str, value: Any) -> bool:
+    """Return whether a text is given as a list of texts, or a question as such a list in a cell of CSV."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(text, str) for text in value)
+    return field == "question" and isinstance(value, str) and bool(_WORDS_IN_CSV.fullmatch(value))
 
 
 def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:

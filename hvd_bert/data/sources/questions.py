@@ -19,7 +19,11 @@ from hvd_bert.errors import UserError
 SHORT = reprlib.Repr()
 SHORT.maxstring = 80  # length limit of texts quoted in messages
 _SHOWN = 5  # maximum number of mistakes in a message
-UNANSWERED = "unanswered question"
+UNANSWERED, WORDS = "unanswered question", "list of words"
+_WAYS_OUT = {
+    UNANSWERED: "For questions without an answer, as in SQuAD v2.0, add --version_2_with_negative.",
+    WORDS: "Join the words with spaces and give answers as texts, or train a tagger: docs/guides/examples.md.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +161,8 @@ def checked(
         first, *others = map(str, mistakes[:_SHOWN])
         shown = "; ".join([first, *(other if len(other) <= 120 else f"{other[:117]}..." for other in others)])
         total = f" ({len(mistakes)} mistakes in {len(questions) + left_out} questions)" if others else ""
-        ways_out = "Fix the file."
-        if any(mistake.kind == UNANSWERED for mistake in mistakes):
-            ways_out += " For questions without an answer, as in SQuAD v2.0, add --version_2_with_negative."
+        kinds = {mistake.kind for mistake in mistakes}
+        ways_out = " ".join(["Fix the file.", *(way_out for kind, way_out in _WAYS_OUT.items() if kind in kinds)])
         if once := sum(mistake.repaired is not None for mistake in mistakes):
             ways_out += f" In {once} of the questions, misplaced answers occur once. To move them there, add"
             ways_out += " --bad_examples repair."

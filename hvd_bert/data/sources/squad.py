@@ -19,7 +19,7 @@ from hvd_bert import hub
 from hvd_bert.config.parser import checked_path
 from hvd_bert.data.sources import files
 from hvd_bert.data.sources.entries import LEVELS, read_questions
-from hvd_bert.data.sources.questions import SHORT, Findings, Found, Mistake, Question, Reading, checked
+from hvd_bert.data.sources.questions import SHORT, WORDS, Findings, Found, Mistake, Question, Reading, checked
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import sha256_of
 
@@ -92,7 +92,7 @@ def _source(
             yield from [(where, node)] if isinstance(node, Mistake) else read_questions(where, node, reading)
 
     def load() -> tuple[list[Question], Findings]:
-        questions, findings = checked(name, found(), version_2_with_negative, reading)
+        questions, findings = checked(name, columns.with_answers(found()), version_2_with_negative, reading)
         return questions, replace(findings, columns=columns.used)
 
     return Source(name, reading.digest(digest, version_2_with_negative), load)
@@ -131,12 +131,14 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
 class Columns:
     """Chooses the columns of flat rows.
 
-    `used`: description of the chosen columns, set by `choose`; "" if they have SQuAD's names.
+    `used`: description of the chosen columns, set by `choose`; "" if they have SQuAD's names. `refusal`: message of
+    `with_answers` if only the column of answers is missing.
     """
 
     name: str
     reading: Reading
     used: str = ""
+    refusal: str = ""
 
     def choose(self, present: list[str]) -> list[str]:
         """Return those of the columns `present` that are to be read; all of them if the rows are nested.
@@ -154,13 +156,20 @@ class Columns:
             if len(present) < 2:
                 ways_out = "Give JSON, JSON Lines, Parquet, or CSV with commas, tabs or semicolons."
             found = ", ".join(map(SHORT.repr, present[:20])) or "none"
-            raise UserError(
-                f"{self.name}: not in SQuAD's format: needs one column {' and one '.join(wrong)} (found {found})."
-                f" {ways_out}"
-            )
+            needs = f"needs one column {' and one '.join(wrong)} (found {found})"
+            self.refusal = f"{self.name}: not in SQuAD's format: {needs}. {ways_out}"
+            if wrong != [names["answers"]]:
+                raise UserError(self.refusal)
         used = {field: column for field, column in names.items() if column in present}
         index = [*filter(files.is_index, present)]
         if index or any(field != column for field, column in used.items()):
             self.used = ", ".join(c if c == field else f"{c} as {field}" for field, c in used.items())
             self.used += f"; the index column {index[0]!r} is ignored" if index else ""
         return list(used.values())
+
+    def with_answers(self, found: Iterable[Found]) -> Iterator[Found]:
+        """Yield what was found. Raises UserError if no column has answers, except for words, a mistake of their own."""
+        for where, item in found:
+            if self.refusal and not (isinstance(item, Mistake) and item.kind == WORDS):
+                raise UserError(self.refusal)
+            yield where, item
