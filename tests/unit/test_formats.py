@@ -390,7 +390,7 @@ def test_unicode_forms(tmp_path, of_context, of_answer):
         read(tmp_path, rows)
 
 
-# --- rows of words ------------------------------------------------------------------------------
+# --- rows of words, and MRQA ---------------------------------------------------------------------
 
 WORDS = {"question": ["Which", "river", "?"], "context": ["The", "Alm", "and", "the", "Hoge"]}
 
@@ -413,6 +413,51 @@ def test_one_row_of_words_and_columns_of_pandas(tmp_path):
     columns = {"context": [CONTEXT, CONTEXT], "question": ["Who?", "Where?"], "answers": ["Ada", "London"]}
     with refused("columns", 'orient="records"'):
         read(tmp_path, columns)
+
+
+MILL = "Lund is a town. The mill of  Otto stood in Lund."
+LINE = {"qid": "q0", "question": "Where?", "answers": ["Lund", "lund town"]}
+
+
+def mrqa(*answers: tuple[str, list[tuple[int, int]]]) -> list[Any]:
+    """Make MRQA's lines: a header, and a context with one question."""
+    detected = [{"text": text, "char_spans": spans, "token_spans": [[0, 0]]} for text, spans in answers]
+    paragraph = {"id": "", "context": MILL, "qas": [{**LINE, "detected_answers": detected}]}
+    return [{"header": {"dataset": "Mills", "split": "train"}}, {**paragraph, "context_tokens": [["Lund", 0]]}]
+
+
+def test_lines_of_mrqa(tmp_path):
+    found = read(tmp_path, gzip.compress(as_lines(mrqa(("Lund", [(43, 46), (0, 3)]), ("otto", [(29, 32)])))))
+    assert answers_of(found) == [("q0", ("Lund", "Lund", "Otto", "lund town"), (43, 0, 29, None))]
+    for content in (mrqa(("of otto", [(25, 32)])), mrqa(("of  Otto", [(25, 33)]))):  # other case and spaces; end
+        assert answers_of(read(tmp_path, as_lines(content)))[0][1:] == (
+            ("of  Otto", "Lund", "lund town"),
+            (25, None, None),
+        )
+    with refused("line 2", "'q0'", "character 1, not the answer 'town'", "--bad_examples repair"):
+        read(tmp_path, as_lines([*mrqa(("town", [(1, 4)])), *mrqa(("Otto", [(29, 32)]))]))
+    with refused("char_spans", "first and a last"):
+        read(tmp_path, as_lines(mrqa(("Lund", [(1, 2, 3)]))))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("column", ["answers", "detected_answers"])
+@pytest.mark.parametrize("name", [*FORMATS, "hub"])
+def test_flat_rows_of_mrqa(tmp_path, monkeypatch, name, column):
+    detected = {"text": ["Lund"], "char_spans": [{"start": [43, 0], "end": [46, 3]}]}
+    rows = [{"subset": "Mills", "context": MILL, **LINE, "detected_answers": detected}]
+    reading, texts = Reading(answer_column=column), ("lund town",) if column == "answers" else ()
+    if name == "hub":
+        monkeypatch.setattr(hub, "load_split", lambda *_: datasets.Dataset.from_list(rows))
+        found = squad.open_hub("mrqa", "train", False, reading=reading).questions()
+    else:
+        rows[0]["answers"] = json.dumps(LINE["answers"]) if name in ("CSV", "tab-separated") else LINE["answers"]
+        found = read(tmp_path, FORMATS[name](rows), reading)
+    assert answers_of(found) == [("q0", ("Lund", "Lund", *texts), (43, 0, *[None for _ in texts]))]
+
+
+def test_detected_answers_of_other_tools_are_ignored(tmp_path):
+    for detected in ("[", ["Ada"], {"text": "Ada"}, None):
+        assert read(tmp_path, [{**ROW, "answers": "London", "qid": "x", "detected_answers": detected}]) == [EXPECTED]
 
 
 def test_excel(tmp_path):

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 import msgspec
 
-from hvd_bert.data.sources.questions import SHORT, WORDS, Found, Mistake, Question, Reading, look_alike
+from hvd_bert.data.sources.questions import SHORT, WORDS, Found, Mistake, Question, Reading, look_alike, plain
 
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
@@ -22,7 +22,9 @@ _Text = str | int  # whole numbers become texts: 1912.0 becomes "1912"
 _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # notation of numpy arrays in pandas' cells
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
+_SPANS = "char_spans"  # key of the places in MRQA's answers
 _TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # types of non-text fields
+_TYPES[_SPANS] = "pairs of a first and a last character"
 _WORDS_IN_CSV = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
@@ -33,6 +35,11 @@ class _Entry(msgspec.Struct):
     title: _Text = ""
     id: _Text = ""
     is_impossible: bool | int = False  # int, since pandas may write 0.0 or 1.0
+
+
+class _Spans(msgspec.Struct):
+    start: list[int]
+    end: list[int]
 
 
 # --- SQuAD's nesting -----------------------------------------------------------------------------
@@ -50,6 +57,8 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
             yield from read_questions(f"{where}[{number}]", item, reading, outer)
     elif not isinstance(node, dict):
         yield where, Mistake("wrong structure", f"should be an object or a list ({shown(node)})", where)
+    elif isinstance(node.get("header"), dict) and all(value is None for key, value in node.items() if key != "header"):
+        return  # MRQA's first line
     elif _holds_columns(where, node.get(names["question"]), node.get(names["context"])):
         reason = 'holds columns, not rows. Write rows, as pandas does with to_json(orient="records")'
         yield where, Mistake("wrong structure", reason, where)
@@ -95,6 +104,8 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
     values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
     if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
         values.pop("is_impossible", None)
+    spans = values["detected_answers"] if _SPANS in str(values.get("detected_answers")) else None
+    values = {"id": values.get("qid", ""), **values} if spans else values
     question: Question | None = None
     try:
         for field in ("context", "question"):
@@ -104,11 +115,9 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         id_, context = str(entry.id) or where, sys.intern(str(entry.context))
         asked = partial(Question, id_, str(entry.title), context, str(entry.question))
         question = asked((), ())
-        if "answers" not in given and not entry.is_impossible:
+        if "answers" not in given and not entry.is_impossible and not spans:
             raise Mistake("wrong structure", f"is missing ({shown(row)})", "answers")
-        answers = _parsed("answers", values.get("answers"), context)
-        start = _parsed("answer_start", values.get("answer_start"), "")
-        pairs = _pairs("answers", answers, start)
+        pairs = _given_answers(values, spans, context)
         texted = [pair for pair in pairs if not _is_missing(pair[0], context)]
         texts = tuple(text for text, _ in texted if isinstance(text, str))
         question = asked(texts, (None,) * len(texts))
@@ -144,20 +153,49 @@ def _is_words(field: str, value: Any) -> bool:
     return field == "question" and isinstance(value, str) and bool(_WORDS_IN_CSV.fullmatch(value))
 
 
-def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
+def _given_answers(values: Mapping[str, Any], spans: Any, context: str) -> list[tuple[Any, Any]]:
+    """Pair a row's answer texts with their starts. `spans`: MRQA's answers with places, which come first, or None."""
+    start = _parsed("answer_start", values.get("answer_start"), "")
+    pairs = _pairs("answers", _parsed("answers", values.get("answers"), context), start, context)
+    if not spans:
+        return pairs
+    places = _pairs("detected_answers", _parsed("detected_answers", spans, ""), None, context)
+    texts = [text for text, _ in places]
+    return places + [pair for pair in pairs if pair[0] not in texts and not _is_missing(pair[0], context)]
+
+
+def _pairs(at: str, answers: Any, starts: Any, context: str) -> list[tuple[Any, Any]]:
     """Pair answer texts with starts. `answers`: an object, a text, or a list of either. `starts`: a start or a list."""
     if isinstance(answers, dict):
         if "text" not in answers:
             raise Mistake("wrong structure", f'has no "text" ({shown(answers)})', at)
-        return _pairs(at, answers["text"], answers.get("answer_start"))
+        if _SPANS in answers:
+            return _in_spans(at, answers["text"], answers[_SPANS], context)
+        return _pairs(at, answers["text"], answers.get("answer_start"), context)
     if isinstance(answers, list) and any(isinstance(answer, dict) for answer in answers):
-        return [pair for n, answer in enumerate(answers) for pair in _pairs(f"{at}[{n}]", answer, None)]
+        return [pair for n, answer in enumerate(answers) for pair in _pairs(f"{at}[{n}]", answer, None, context)]
     texts = answers if isinstance(answers, list) else [answers]
     starts = starts if isinstance(starts, list) else [] if _is_missing(starts) else [starts]
     texts = texts * len(starts) if len(texts) == 1 < len(starts) else texts  # one text that occurs several times
     if starts and len(starts) != len(texts):
         raise Mistake("wrong structure", f"there are {len(texts)} texts, but {len(starts)} answer_start", at)
     return list(zip_longest(texts, starts))
+
+
+def _in_spans(at: str, text: Any, spans: Any, context: str) -> list[tuple[Any, Any]]:
+    """Pair an answer's text with its starts in MRQA's spans, or the texts of the hub's columns with theirs.
+
+    A span's last character belongs to it. Its text may differ from `text` in case and spaces, and then replaces it.
+    """
+    if isinstance(text, list) and isinstance(spans, list) and len(text) == len(spans):
+        return [pair for some in zip(text, spans, strict=True) for pair in _in_spans(at, *some, context)]
+    places = _converted(f"{at}.{_SPANS}", spans, list[tuple[int, int]] | _Spans)
+    pairs = []
+    for start, last in zip(places.start, places.end, strict=False) if isinstance(places, _Spans) else places:
+        found = context[start : last + 1] if start >= 0 else ""
+        same = not context.startswith(str(text), start) and plain(found) == plain(str(text))
+        pairs.append((found if same else text, start))
+    return pairs or [(text, None)]
 
 
 def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None, Mistake | None]:

@@ -18,6 +18,7 @@ from hvd_bert.errors import UserError
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = 80  # length limit of texts quoted in messages
+MRQA = ("detected_answers", "qid")  # read if the answers have char_spans
 _SHOWN = 5  # maximum number of mistakes in a message
 UNANSWERED, WORDS = "unanswered question", "list of words"
 _WAYS_OUT = {
@@ -59,7 +60,7 @@ class Reading:
     @cached_property
     def names(self) -> dict[str, str]:
         """Column names of flat rows, by SQuAD key. Another order would change the digests of hub data sets."""
-        names = ("id", "title", "context", "question", "answers", "answer_start", "is_impossible")
+        names = ("id", "title", "context", "question", "answers", "answer_start", "is_impossible", *MRQA)
         given = {"context": self.context_column, "question": self.question_column, "answers": self.answer_column}
         return {name: given.get(name, name) for name in names}
 

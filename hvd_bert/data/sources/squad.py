@@ -19,7 +19,7 @@ from hvd_bert import hub
 from hvd_bert.config.parser import checked_path
 from hvd_bert.data.sources import files
 from hvd_bert.data.sources.entries import LEVELS, read_questions
-from hvd_bert.data.sources.questions import SHORT, WORDS, Findings, Found, Mistake, Question, Reading, checked
+from hvd_bert.data.sources.questions import MRQA, SHORT, WORDS, Findings, Found, Mistake, Question, Reading, checked
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import sha256_of
 
@@ -160,12 +160,13 @@ class Columns:
             self.refusal = f"{self.name}: not in SQuAD's format: {needs}. {ways_out}"
             if wrong != [names["answers"]]:
                 raise UserError(self.refusal)
-        used = {field: column for field, column in names.items() if column in present}
+        unread = () if MRQA[0] in present else MRQA
+        used = {field: column for field, column in names.items() if column in present and field not in unread}
         index = [*filter(files.is_index, present)]
         if index or any(field != column for field, column in used.items()):
             self.used = ", ".join(c if c == field else f"{c} as {field}" for field, c in used.items())
             self.used += f"; the index column {index[0]!r} is ignored" if index else ""
-        return list(used.values())
+        return list(dict.fromkeys(used.values()))
 
     def with_answers(self, found: Iterable[Found]) -> Iterator[Found]:
         """Yield what was found. Raises UserError if no column has answers, except for words, a mistake of their own."""
