@@ -61,11 +61,31 @@ class MetricsLogger:
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Record and show a log line's metrics. docs/reference/output-files.md describes the keys."""
-        self.step = step
         if self.enabled:
             self._record(step, metrics)
-            self._show_progress(metrics)
+        self.show_progress(step, metrics)
         self.notify("on_log", step, metrics)
+
+    def show_progress(self, step: int, metrics: dict[str, float]) -> None:
+        """Show a log line's metrics without recording them."""
+        self.step = step
+        if not self.enabled:
+            return
+        shown = {
+            "loss": f"{metrics['loss']:.3f}",
+            "lr": f"{metrics['learning_rate']:.2e}",
+            f"{self.unit}/s": f"{metrics['windows_per_s']:.1f}",
+        }
+        now = time.monotonic()
+        if not self.bar.disable:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update(self.step - self.bar.n)
+        elif now - self.last_line >= LINE_EVERY_S or step in (self.first_step + 1, self.total_steps):
+            self.last_line = now
+            done = self.step - self.first_step
+            eta = tqdm.format_interval((now - self.start) / done * (self.total_steps - self.step))
+            values = "  ".join(f"{name} {value}" for name, value in shown.items())
+            log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
 
     def evaluated(self, metrics: dict[str, float], summary: str, step: int, samples: Samples = ()) -> None:
         """Record an evaluation's metrics and sample answers, and show its `summary`. `step`: the model's step."""
@@ -102,23 +122,6 @@ class MetricsLogger:
                 if method != "close":
                     with suppress(Exception):  # the warning above has the cause
                         reporter.close(False)
-
-    def _show_progress(self, metrics: dict[str, float]) -> None:
-        shown = {
-            "loss": f"{metrics['loss']:.3f}",
-            "lr": f"{metrics['learning_rate']:.2e}",
-            f"{self.unit}/s": f"{metrics['windows_per_s']:.1f}",
-        }
-        now = time.monotonic()
-        if not self.bar.disable:
-            self.bar.set_postfix(shown, refresh=False)
-            self.bar.update(self.step - self.bar.n)
-        elif now - self.last_line >= LINE_EVERY_S or self.step in (1, self.total_steps):
-            self.last_line = now
-            done = self.step - self.first_step
-            eta = tqdm.format_interval((now - self.start) / done * (self.total_steps - self.step))
-            values = "  ".join(f"{name} {value}" for name, value in shown.items())
-            log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
 
     def close(self) -> None:
         """Close the progress bar, metrics.jsonl and the reporters, which receive `finished`."""

@@ -275,6 +275,9 @@ class Training:
             if stops or due.evaluate or due.save or due.ends or not self.logs_late:
                 state.meter.settle()
                 self._log()
+        elif self.breakdown.taken == 1:  # after a resume. Not recorded: metrics.jsonl must equal an uninterrupted run's
+            shown = state.meter.so_far(state.step) | {"learning_rate": learning_rate}
+            self.metrics_logger.show_progress(state.step, shown)
         if due.ends:  # before saving, so that no checkpoint has untrained weights
             self.health.check_end()
         if stops:

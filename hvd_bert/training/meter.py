@@ -221,9 +221,7 @@ class Meter:
         """
         step, end, intervals, mine_counts = self._line
         mine = [self._loss, *mine_counts.tolist(), *self._seconds_per_phase(intervals)]
-        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
-        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
-        table = self.world.sum(table)  # raises if Horovod elastic loses a rank, so the sums must not change before this
+        table = self._of_ranks(mine)  # raises if Horovod elastic loses a rank, so the sums must not change before this
         seconds = self._restored_s + seconds_between(self._since, end)
         self._since, self._restored_s, self._loss = end, 0.0, 0.0
         self._counts -= mine_counts
@@ -248,6 +246,19 @@ class Meter:
             "padding_share": 1 - tokens / positions,
             "step_s": seconds / steps,
         } | _spread(self.phases, self.phase_s / watched)
+
+    def so_far(self, step: int) -> dict[str, float]:
+        """Return loss and windows_per_s as `read` would if the line ended now, after step `step`. A collective."""
+        loss, windows = self._of_ranks(self.since_last_log()[:2]).sum(0).tolist()
+        counted = step - self.last_step - (self.skipped_steps - self._skipped_before)
+        loss = loss / self.world.size / counted if counted else math.nan
+        return {"loss": loss, "windows_per_s": windows / self.state()["seconds"]}
+
+    def _of_ranks(self, mine: list[float]) -> torch.Tensor:
+        """Return the numbers of all ranks, [ranks, numbers]. A collective."""
+        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
+        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
+        return self.world.sum(table)
 
     def _seconds_per_phase(self, intervals: list[Interval]) -> list[float]:
         """Sum the intervals per phase, in the order of `phases`. Waits until the device reaches the last one's end."""

@@ -25,7 +25,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 pytestmark = pytest.mark.integration
 
 STOPPING = [sys.executable, stopping_at.__file__]
-DROPOUT = ("--dropout", 0.1, "--save_steps", 2)
+DROPOUT = ("--dropout", 0.1, "--save_steps", 2, "--logging_steps", 6)
 STEPS_PER_EPOCH, STEPS = 3, 6  # as in small_run
 
 
@@ -54,7 +54,8 @@ def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by
     stopped = train(tmp_path / "run", 2, by, stop=f"3 1 {name} start")
     assert not stopped.hung and stopped.status != 0, stopped
     assert printed(stopped).count(f"Stopped by {name} to rank 1 after step 3, saved in out/checkpoint-3") == 1, stopped
-    assert "Resuming from step 3" in printed(train(tmp_path / "run", 2, by).expect(0))
+    again = printed(train(tmp_path / "run", 2, by).expect(0))
+    assert "Resuming from step 3" in again and again.count("step 4/6 ") == 1, again
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
@@ -117,7 +118,7 @@ def test_killed_and_started_again(
 def test_other_world_sizes(tmp_path: Path) -> None:
     """Train on 4, 2, 1 and 4 ranks. An epoch uses each window once; global batch and losses do not change."""
     worlds = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 3), (4, "gloo", 0)]
-    exact = ("--dropout", 0, "--per_device_train_batch_size")
+    exact = ("--dropout", 0, "--logging_steps", 1, "--per_device_train_batch_size")
     for size, by, stop in worlds:
         outcome = train(tmp_path / "changing", size, by, *exact, 4, stop=f"{stop} 0 SIGTERM start")
         if stop:

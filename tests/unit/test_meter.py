@@ -97,7 +97,9 @@ def test_line_that_ended_before_a_later_step(clock, ends):
         resumed.restore(meter.state(), since, 3)
         step(resumed, 3.0)
         row |= {"loss": 3.0, "windows_per_s": 32 / 18, "tokens_per_s": 800 / 18, "step_s": 4.5}
+        shown = resumed.so_far(4)
         assert without_phases(read(resumed, 4)) == pytest.approx(row)
+        assert shown == pytest.approx({name: row[name] for name in ("loss", "windows_per_s")})
 
 
 def test_waits_for_the_device_are_watched_except_the_first():

@@ -120,6 +120,18 @@ def test_a_run_ends_with_its_scores_and_its_folder(base, tmp_path, monkeypatch, 
     assert any(text.startswith("Step time by phase") for text in caplog.messages) == long
 
 
+def test_the_first_step_after_a_resume_is_shown_but_not_recorded(base, tmp_path, caplog):
+    base = [*base, "--max_steps", "4", "--save_steps", "1", "--save_total_limit", "9"]
+    base += ["--logging_steps", "3", "--eval_strategy", "no"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(base, "--output_dir", str(whole))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hvd_bert"):
+        train(base, "--output_dir", str(resumed), "--resume_from_checkpoint", str(whole / "checkpoint-1"))
+    assert [text.split()[1] for text in caplog.messages if text.startswith("step ")] == ["2/4", "4/4", "4/4:"]
+    assert resuming.rows(resumed) == [row for row in resuming.rows(whole) if row["step"] > 1]
+
+
 def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch):
     out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluations.evaluate
 
