@@ -110,13 +110,17 @@ def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, flo
     return {name: float(value) for name, value in figures.items()}
 
 
-def describe_steps(results: Mapping[str, Any]) -> list[str]:
-    """Format the step-time summary as lines; none if no line was logged. `results`: content of train_results.json."""
+def describe_steps(results: Mapping[str, Any], resumed: bool = False) -> list[str]:
+    """Format the step-time summary as lines; none if no line was logged. `results`: content of train_results.json.
+
+    `resumed`: whether the run was resumed, so that `results["breakdown"]` covers only its last steps.
+    """
     found = results["breakdown"]
     if not found:
         return []
     of_ranks = results["world_size"] > 1
-    lines = [f"Step time by phase, mean of {found['steps']} step(s):"]
+    since = " since the resume" if resumed else ""
+    lines = [f"Step time by phase, mean of {found['steps']} step(s){since}:"]
     lines.append(f"  {'':<24}{'ms':>10}" + (f"{'min':>10}{'max':>10}" if of_ranks else "") + f"{'share':>9}")
 
     names = PHASES if "exposed_comm" in found["phases"] else PHASES | {"compute": "forward, backward, waiting"}
@@ -124,10 +128,10 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
     for name, figures in rows.items():
         ends = f"{figures['min_ms']:>10.1f}{figures['max_ms']:>10.1f}" if of_ranks else ""
         lines.append(f"  {name:<24}{figures['ms']:>10.1f}{ends}{figures['share']:>9.1%}")
-    return [*lines, *_totals(results, found)]
+    return [*lines, *_totals(results, found, since)]
 
 
-def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _totals(results: Mapping[str, Any], found: Mapping[str, Any], since: str) -> list[str]:
     """Format the summary's lines on evaluations, checkpoints and throughput. `found`: `Breakdown.results`."""
     lines = []
     if results.get("evaluations"):
@@ -145,7 +149,7 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         )
     useful = f", {found['tflops_per_s']:.3g} TFLOP/s useful" if "tflops_per_s" in found else ""
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{tokens}{useful}{mfu}{work}.")
+    lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{since}{tokens}{useful}{mfu}{work}.")
     if "tflops_per_s" in found and not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."

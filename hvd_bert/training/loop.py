@@ -74,7 +74,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
         result = RunResult(start.folder, evaluation.metrics if evaluation else {}, results)
         metrics_logger.notify("on_end", result)
     if results.get("train_runtime", 0) >= LONG_S and results["breakdown"]:
-        log.info("%s", "\n".join(describe_steps(results)))
+        log.info("%s", "\n".join(describe_steps(results, start.resume_point is not None)))
         if evaluation:
             log.info("%s", evaluation.summary)  # repeated, since the long table may have scrolled it away
     if not config.train.fast_dev_run:

@@ -17,6 +17,7 @@ from launch import Outcome, launcher, run
 
 from hvd_bert.config import command_line
 from hvd_bert.monitoring import PHASES
+from hvd_bert.tools.runs import record
 
 pytestmark = pytest.mark.integration
 
@@ -89,6 +90,7 @@ def test_train_results(finished: Run) -> None:
     assert results["train_samples_per_second"] == pytest.approx(66 / results["train_runtime"])
     found = results["breakdown"]
     assert (found["taken_steps"], found["steps"], found["padding_share"]) == (6, 5, 0.0)  # the first step is warm-up
+    assert found["windows_per_s"] == pytest.approx(record.read(finished.out).windows_per_s)
     measured = sum(line[f"{phase}_s"] for line in steps for phase in PHASES)
     assert measured == pytest.approx(results["train_runtime"], rel=0.02), "the phases add up to the run time"
     for phase, figures in found["phases"].items():

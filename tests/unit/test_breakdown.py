@@ -113,8 +113,8 @@ def test_step_time_summary():
 def test_step_time_summary_without_tokens_or_mfu():
     found = results() | {"unit": "images"}
     found["breakdown"]["tokens_per_s"] = found["breakdown"]["windows_per_s"]
-    text = "\n".join(describe_steps(found))
-    assert " images/s" in text and not [word for word in ("token", "padding", "MFU") if word in text]
+    text = "\n".join(describe_steps(found, resumed=True))
+    assert " images/s since the resume" in text and not [word for word in ("token", "padding", "MFU") if word in text]
     (line,) = [line for line in describe_steps(results(device="cuda:0")) if "MFU" in line]
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
 

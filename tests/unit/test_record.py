@@ -147,6 +147,7 @@ def test_the_first_line_is_warm_up_and_others_are_weighted_by_their_time(tmp_pat
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = record.read(folder)
     assert (run.windows_per_s, run.steps.mean("step_s"), run.exposed_share) == pytest.approx((32 / 5, 2.5, 0.25 / 2.5))
+    assert "windows/s6.4\n" in page(folder)
 
 
 START = '{"event": "start", "train_steps": 40, "strategy": "%s", "world_size": %d}\n'

@@ -92,16 +92,17 @@ def _result(record: Record) -> str:
 def figures(record: Record) -> list[tuple[str, str]]:
     """Return the run's main figures as pairs of name and formatted value."""
     found = [(curves.score_name(name) + record.rules, _figure(record.score(name))) for name in record.score_names]
-    losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
+    losses = record.steps["loss"]
     if "eval_loss" in record.scores:
         found.append(("validation loss", _figure(record.scores["eval_loss"])))
     elif len(losses):
         found.append(("training loss", _figure(losses[-1])))
-    if np.isfinite(speeds).any():
-        found.append((f"{record.unit}/s", digits(np.nanmedian(speeds))))
+    if math.isfinite(record.windows_per_s):
+        found.append((f"{record.unit}/s", digits(record.windows_per_s)))
     for key, name in (("mfu", "model FLOPs (MFU)"), ("padding_share", "padding")):
-        if key in record.steps and np.nanmedian(record.steps[key]) > 0:
-            found.append((name, percent(np.nanmedian(record.steps[key]))))
+        mean = record.steps.mean(key, by_time=True)
+        if mean > 0:
+            found.append((name, percent(mean)))
     runtime = record.number("train_runtime")
     if runtime is not None:
         found.append(("training time", duration(runtime)))

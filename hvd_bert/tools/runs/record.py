@@ -226,9 +226,8 @@ class Record:
 
     @property
     def windows_per_s(self) -> float:
-        """Windows per second over all log lines after the first, which is warm-up; mean weighted by time."""
-        seconds = self.steps["step_s"][1:] * np.diff(self.steps["step"])
-        return float(np.average(self.steps["windows_per_s"][1:], weights=seconds))
+        """Windows per second over all log lines after the first, which is warm-up; NaN if there are none."""
+        return self.steps.mean("windows_per_s", by_time=True)
 
     @property
     def exposed_share(self) -> float | None:

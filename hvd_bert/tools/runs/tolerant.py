@@ -33,13 +33,14 @@ class LineArrays:
     def __getitem__(self, key: str) -> NDArray[np.float64]:
         return self.columns.get(key, np.full(len(self), math.nan))
 
-    def mean(self, key: str) -> float:
+    def mean(self, key: str, by_time: bool = False) -> float:
         """Return the mean of the known values after the first line, which is warm-up; NaN if there are none.
 
-        The weight of a line is the number of steps since the line before.
+        The weight of a line is the number of steps since the line before or, with `by_time`, their time.
         """
         values, weights = self[key][1:], np.diff(self["step"])
-        known = np.isfinite(values)
+        weights = self["step_s"][1:] * weights if by_time else weights
+        known = np.isfinite(values) & (weights > 0)
         return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
 
     def where(self, key: str, value: float) -> LineArrays:
