@@ -165,15 +165,15 @@ class Strategy:
         """
 
     def synchronize(self) -> None:
-        """Prepare the gradients for `clip`: make sparse ones dense. Subclasses first wait until they are averaged."""
-        if self._word_rows:
-            self._word_rows.make_dense()
+        """Wait until the gradients are averaged. Does nothing by default."""
 
     def clip(self) -> Tensor:
         """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device).
 
         If the norm is NaN or infinite, it is so on all ranks, and `step` leaves the weights unchanged.
         """
+        if self._word_rows:
+            self._word_rows.make_dense()  # here, not in `synchronize`, whose time counts as exposed communication
         self.scaler.unscale_(self.optimizer)
         norm = self._norm()
         self.clipping.clip(norm)

@@ -119,7 +119,6 @@ class HorovodStrategy(Strategy):
     def synchronize(self) -> None:
         with self._world.limit_wait(self._not_averaged):
             self.optimizer.synchronize()
-        super().synchronize()
 
     def _not_averaged(self) -> list[str]:
         """Return the names of the parameters whose averaged gradients have not arrived yet."""

@@ -123,7 +123,8 @@ def describe_steps(results: Mapping[str, Any], resumed: bool = False) -> list[st
     lines = [f"Step time by phase, mean of {found['steps']} step(s){since}:"]
     lines.append(f"  {'':<24}{'ms':>10}" + (f"{'min':>10}{'max':>10}" if of_ranks else "") + f"{'share':>9}")
 
-    names = PHASES if "exposed_comm" in found["phases"] else PHASES | {"compute": "forward, backward, waiting"}
+    waits = of_ranks and "exposed_comm" not in found["phases"]
+    names = PHASES | {"compute": "forward, backward, waiting"} if waits else PHASES
     rows = {names[phase]: figures for phase, figures in found["phases"].items()} | {"step": found["step"]}
     for name, figures in rows.items():
         ends = f"{figures['min_ms']:>10.1f}{figures['max_ms']:>10.1f}" if of_ranks else ""

@@ -116,9 +116,13 @@ class Meter:
     phase_s: torch.Tensor
 
     def __init__(self, world: World, separates_comm: bool = True) -> None:
-        """`separates_comm`: whether the strategy can time "exposed_comm" apart from "compute"; else it is included."""
+        """`separates_comm`: whether the strategy can time "exposed_comm" apart from "compute"; else it is included.
+
+        A single rank does not communicate, so it has no "exposed_comm" either.
+        """
         self.world = world
-        self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
+        has_comm = separates_comm and world.size > 1
+        self.phases = tuple(phase for phase in PHASES if has_comm or phase != "exposed_comm")
         self.annotate: Callable[[str], AbstractContextManager[Any]] = nullcontext  # marks a phase for a profiler
         self.on_step: Callable[[float, float], None] | None = None
         self.on_applied: Callable[[], object] | None = None

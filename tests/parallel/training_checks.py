@@ -308,6 +308,7 @@ def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
         alone = type(strategy) is Strategy and "--torch_compile" not in flags  # the other flags apply only to Horovod
         assert words.weight.grad.is_sparse == (alone or not flags)
         strategy.synchronize()
+        strategy.clip()
         assert not words.weight.grad.is_sparse
 
 

@@ -115,7 +115,7 @@ def test_waits_for_the_device_are_watched_except_the_first():
 
 def test_phases_leave_no_gaps(clock):
     """Time a step of two micro-batches, of which the second waits for other ranks, and a checkpoint."""
-    meter = Meter(equal_ranks(1))
+    meter = Meter(equal_ranks(2))
 
     def waited_for():
         for item in "ab":
@@ -165,8 +165,9 @@ def test_phases_have_a_range_over_the_ranks(clock):
     assert (row["exposed_comm_s"], row["exposed_comm_share"], row["step_s"]) == (0.5, 0.1, 5.0)
 
 
-def test_communication_counts_as_compute_where_it_is_not_separate(clock):
-    meter = Meter(equal_ranks(1), separates_comm=False)
+@pytest.mark.parametrize(("size", "separates"), [(2, False), (1, True)], ids=["not separate", "one rank"])
+def test_communication_is_absent_where_it_is_not_separate_or_there_is_none(clock, size, separates):
+    meter = Meter(equal_ranks(size), separates)
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase in ("compute", "exposed_comm", "optimizer"):
         clock.now += 1.0
