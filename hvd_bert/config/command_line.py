@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from hvd_bert.config.flag import GROUPS, require
-from hvd_bert.config.other_names import hint
+from hvd_bert.config.other_names import hint, unknown
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, checked_path, number_or_auto, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, Config, from_flags
 from hvd_bert.config.strategies import STRATEGIES
@@ -119,16 +119,17 @@ def _presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Config:
+def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = None, prefix: str = "--") -> Config:
     """Parse a command line (default: this process's) into the settings of a run.
 
-    `defaults`: settings that `--config` and flags override, such as the settings of a model's training. Raises
-    UserError for unknown flags or keys, values of the wrong type or out of range, and flags that exclude each other.
+    `defaults`: settings that `--config` and flags override, such as the settings of a model's training. `prefix`: the
+    characters before flags in messages. Raises one UserError for all unknown flags and keys, and all values of the
+    wrong type or out of range; else for flags that exclude each other.
     """
-    return from_flags(read_values(sys.argv[1:] if argv is None else argv, defaults))
+    return from_flags(read_values(sys.argv[1:] if argv is None else argv, defaults, prefix))
 
 
-def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None, prefix: str = "--") -> dict[str, Any]:
     """Parse a command line as `parse` does, but return the values of all flags without checking their combination.
 
     With --help, prints the help and exits.
@@ -141,16 +142,43 @@ def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) 
     chooser = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     chooser.add_argument("--config", nargs="?", const="")
     chosen, flags = chooser.parse_known_args(argv)
-    before = dict(defaults or {})
+    before, problems = dict(defaults or {}), list[str]()
     if chosen.config is not None:
-        from_file = load_yaml(chosen.config)
-        before = _not_replaced(before, from_file.keys()) | from_file
-    before = _not_replaced(before, given_flags(flags))
-    settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**before))
-    if unknown:
-        name = unknown[0].lstrip("-").split("=")[0]
-        raise UserError(f"Unknown argument {shortened(unknown[0])}{hint(name)}")
+        try:
+            from_file = load_yaml(chosen.config)
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            before = _not_replaced(before, from_file.keys()) | from_file
+    settings = argparse.Namespace(**_not_replaced(before, given_flags(flags)))
+    others, wrong = _parse_each(parser, flags, settings)
+    problems += unknown("Unknown argument", [word.replace("--", prefix, 1) for word in others], prefix)
+    problems += [problem.replace("--", prefix, 1) for problem in wrong]
+    _raise_all(problems, parser)
     return vars(settings)
+
+
+def _parse_each(parser: Parser, words: Sequence[str], settings: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Parse the words of a command line into `settings`, flag by flag. Returns unknown flags, and errors in values."""
+    flags: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--") and " " not in word.partition("=")[0]:  # otherwise argparse takes it for a value
+            flags.append([])
+        flags[-1].append(word)
+    others, wrong = list[str](), list[str]()
+    for flag in flags:
+        try:
+            others += parser.parse_known_args(flag, settings)[1][:1]  # the words after an unknown flag are its values
+        except UserError as error:
+            wrong.append(str(error))
+    return others, wrong
+
+
+def _raise_all(problems: Sequence[str], parser: Parser) -> None:
+    """Raise UserError for all problems, one per line, if there are any."""
+    if problems:
+        lines = [problem.removesuffix(parser.advice) for problem in problems]
+        raise UserError("\n".join(lines) + (parser.advice if lines != [*problems] else ""))
 
 
 def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any]:
@@ -220,19 +248,23 @@ def load_yaml(name: str) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"--config {name}: cannot be read as YAML: {reason}") from None
     require(isinstance(given, dict) and bool(given), f"--config {name}: must be lines of `flag: value`.")
-    for flag, value in given.items():
-        if flag not in FLAGS:
-            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")
-        texts = value if isinstance(value, list) and FLAGS[flag].several else [value]
-        single = all(isinstance(text, str) for text in texts)
-        require(single, f"--config {name}: '{flag}' must be a single value, not a list or a mapping.")
-    values = {flag: value for flag, value in given.items() if value not in ("", "~", "null")}
-    try:
-        parsed = vars(make_parser().parse_args([word for item in values.items() for word in to_argv(*item)]))
-    except UserError as error:
-        raise UserError(f"--config {name}: {error}") from None
-    read = {flag: parsed[flag] for flag in values}
+    problems = unknown("unknown key", [f"'{flag}'" for flag in given if flag not in FLAGS], "")
+    values = {flag: value for flag, value in given.items() if flag in FLAGS and value not in ("", "~", "null")}
+    nested = [flag for flag, value in values.items() if not _is_single(flag, value)]
+    problems += [f"'{flag}' must be a single value, not a list or a mapping." for flag in nested]
+    words = [word for flag, value in values.items() if flag not in nested for word in to_argv(flag, value)]
+    parser, parsed = make_parser(), argparse.Namespace()
+    others, wrong = _parse_each(parser, words, parsed)
+    problems += unknown("unknown argument", others) + wrong
+    _raise_all([f"--config {name}: {problem}" for problem in problems], parser)
+    read = {flag: getattr(parsed, flag) for flag in values}
     return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in read.items()}
+
+
+def _is_single(flag: str, value: Any) -> bool:
+    """Return whether a value from a YAML file is a text or, for a flag with several values, a list of texts."""
+    texts = value if isinstance(value, list) and FLAGS[flag].several else [value]
+    return all(isinstance(text, str) for text in texts)
 
 
 def to_argv(flag: str, value: Any) -> list[str]:

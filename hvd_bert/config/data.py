@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from hvd_bert.config.data_files import DataFile, data_files, data_path
 from hvd_bert.config.flag import flag, flag_properties, require
-from hvd_bert.config.parser import name_or_path, plain_text
+from hvd_bert.config.parser import name_or_path, plain_text, shortened
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
@@ -24,6 +25,14 @@ ANSWERING = (
     "max_answer_length",
     "null_score_diff_threshold",
 )
+
+
+def _known_task(text: str) -> str:
+    if text != QUESTION_ANSWERING and ":" not in text:
+        problem = f"is not a task: use {QUESTION_ANSWERING}, or MODULE:CLASS of a custom task"
+        raise argparse.ArgumentTypeError(f"{shortened(repr(text))} {problem}")
+    return plain_text(text)
+
 
 _model = partial(flag, "model")
 _data = partial(flag, "data")
@@ -106,6 +115,7 @@ class DataArguments:
         QUESTION_ANSWERING,
         "Task to train: question-answering, or the class of a custom task.",
         metavar="NAME|MODULE:CLASS",
+        parse=_known_task,
     )
     dataset_name: str | None = _data_source(
         None,
@@ -185,10 +195,6 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
-        require(
-            self.task == QUESTION_ANSWERING or ":" in self.task,
-            f"--task {self.task}: unknown task. Use {QUESTION_ANSWERING}, or give MODULE:CLASS of a custom task.",
-        )
         files = [name for name in ("train_file", "validation_file") if self.files(name)]
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of data.")

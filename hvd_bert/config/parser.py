@@ -188,8 +188,14 @@ class Parser(argparse.ArgumentParser):
         for kind, check in checks.items():
             self.register("type", kind, check)
 
+    @property
+    def advice(self) -> str:
+        """The end of a message about a wrong command line."""
+        return f" `{self.prog} --help` lists the flags."
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")
+        flag = re.sub(r"^argument (--\w+)(/--[\w-]+)*:", r"\1:", message)  # one spelling is enough
+        raise UserError(f"{shortened(flag, 1000)}.{self.advice}")
 
 
 def add_number(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -19,7 +20,7 @@ from hvd_bert.config.data import (
     ModelArguments,
 )
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
-from hvd_bert.config.parser import name_or_path
+from hvd_bert.config.parser import name_or_path, shortened
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.config.training import REDUCE_OVERHEAD, TrainArguments
 from hvd_bert.machine import MAX_THREADS
@@ -29,6 +30,17 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _checkpoints = partial(flag, "checkpoints", may_change_on_resume=True)
 _distributed = partial(flag, "distributed", may_change_on_resume=True)
 _profiling = partial(flag, "profiling", may_change_on_resume=True)
+
+
+def _steps(text: str) -> range:
+    first, last = text.split(":")
+    return range(int(first), int(last) + 1)
+
+
+def _first_and_last(text: str) -> str:
+    if not (re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", text) and _steps(text)):
+        raise argparse.ArgumentTypeError(f"{shortened(repr(text))} must be the first and the last step, as in 11:30")
+    return text
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,9 @@ class ProfilingArguments:
         metavar="FILE",
         parse=name_or_path,
     )
-    timeline_steps: str = _profiling("11:30", "First and last step to record, both included.", metavar="FIRST:LAST")
+    timeline_steps: str = _profiling(
+        "11:30", "First and last step to record, both included.", metavar="FIRST:LAST", parse=_first_and_last
+    )
     profile: bool = _profiling(
         False, "Record --timeline_steps with torch's profiler: trace/rank-N.json.gz per rank in --output_dir."
     )
@@ -142,18 +156,10 @@ class ProfilingArguments:
         maximum=LARGEST_FACTOR,
     )
 
-    def __post_init__(self) -> None:
-        fits = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", self.timeline_steps) and self._steps()
-        require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
-
-    def _steps(self) -> range:
-        first, last = self.timeline_steps.split(":")
-        return range(int(first), int(last) + 1)
-
     @property
     def steps_to_record(self) -> range:
         """The steps (1, 2, ...) to record; empty without --timeline_file and --profile."""
-        return self._steps() if self.timeline or self.profile else range(0)
+        return _steps(self.timeline_steps) if self.timeline or self.profile else range(0)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from functools import partial
 
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
-from hvd_bert.config.parser import AUTO, LARGEST, name_or_path
+from hvd_bert.config.parser import AUTO, LARGEST, name_or_path, shortened
 
 # transformers' learning-rate schedules that take no further arguments and do not depend on the loss.
 SCHEDULES = [
@@ -26,6 +27,18 @@ REPORTERS = {
     "tensorboard": ("hvd_bert.output.reporters.tensorboard:TensorBoard", ["tb"]),
     "wandb": ("hvd_bert.output.reporters.wandb:Wandb", ["wandb", "tracking.json"]),
 }
+
+
+def _reporters(names: str) -> list[str]:
+    return [] if names == "none" else list(dict.fromkeys(names.split(",")))
+
+
+def _known_reporters(text: str) -> str:
+    if not REPORTERS.keys() >= {*_reporters(text)}:
+        known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
+        raise argparse.ArgumentTypeError(f"{shortened(repr(text))} {known}")
+    return text
+
 
 _training = partial(flag, "training")
 _evaluation = partial(flag, "evaluation", may_change_on_resume=True)
@@ -143,6 +156,7 @@ class TrainArguments:
         "tensorboard",
         "Trackers of metrics, settings and sample answers: tensorboard and wandb, or none.",
         metavar="NAME,...",
+        parse=_known_reporters,
     )
     eval_strategy: str = _evaluation(
         "epoch",
@@ -184,9 +198,6 @@ class TrainArguments:
 
     def __post_init__(self) -> None:
         require(self.output_dir != "", "--output_dir is empty: name a folder, or omit the flag for runs/DATE-TIME.")
-        unknown = [name for name in self.reporters if name not in REPORTERS]
-        known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
-        require(not unknown, f"--report_to {self.report_to}: {known}.")
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
 
     def refuse_auto(self, command: str) -> None:
@@ -215,7 +226,7 @@ class TrainArguments:
     @property
     def reporters(self) -> list[str]:
         """The names in --report_to without duplicates; empty for none."""
-        return [] if self.report_to == "none" else list(dict.fromkeys(self.report_to.split(",")))
+        return _reporters(self.report_to)
 
     @property
     def precision(self) -> str:

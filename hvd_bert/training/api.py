@@ -89,7 +89,7 @@ def run(
     `words`: the command line; None: this process's. `own`: the class of a custom task, if a program gives it.
     """
     with world.raise_on_all_ranks():
-        config = command_line.parse(words)
+        config = command_line.parse(words, prefix="--" if words is None else "")
         # Import inside raise_on_all_ranks, which merges the ranks' equal warnings. In a later world of Horovod elastic
         # nothing is left to import, and gc.freeze in collector_paused would keep the previous world's memory.
         with nullcontext() if "hvd_bert.training.loop" in sys.modules else collector_paused():

@@ -6,16 +6,19 @@ import argparse
 import json
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from refusals import refused
+from transformers import TrainingArguments
 
+from hvd_bert import train
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import USED_FIRST, drop_flags, override_argv, parse
 from hvd_bert.config.flag import GROUPS
-from hvd_bert.config.other_names import ELSEWHERE
+from hvd_bert.config.other_names import ELSEWHERE, hint
 from hvd_bert.config.settings import FLAGS, PACKAGE
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.world import World
@@ -178,7 +181,8 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--do_predict", ["--do_predict", "hvd-bert predict"]),
         ("--lr=1", ["--lr=1: use --learning_rate."]),
         ("--num-worker 8", ["Leave it out."]),  # a typo of another trainer's flag
-        ("--label_smoothing=0.1", ["Unknown argument --label_smoothing=0.1."]),
+        ("--label_smoothing=0.1", ["Unknown argument --label_smoothing=0.1: not available. Leave it out."]),
+        ("--gradient_clip_algorithm norm", ["Unknown argument --gradient_clip_algorithm."]),  # not --max_grad_norm
         ("--config", ["--config"]),
         ("--config smaple", ["--config smaple", "squad_v2, sweep"]),
         ("--max_seq_length long", ["--max_seq_length", "'long'"]),
@@ -193,9 +197,9 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
             (f"--torch_compile_mode reduce-overhead {flag}", ["--torch_compile_mode reduce-overhead", flag])
             for flag in ("--gradient_checkpointing", "--per_device_train_batch_size auto")
         ),
-        *((f"--report_to {value}", [f"--report_to {value}", "tensorboard, wandb"]) for value in ("all", "none,wandb")),
+        *((f"--report_to {value}", ["--report_to", value, "tensorboard, wandb"]) for value in ("all", "none,wandb")),
         *(
-            (f"--timeline_steps={steps}", [f"--timeline_steps {steps}"])
+            (f"--timeline_steps={steps}", ["--timeline_steps", repr(steps)])
             for steps in ("3", "0:4", "5:4", "a:b", "1:2:3", "1:999999999999")
         ),
         ("--lora_alpha 4", ["--lora_alpha", "--lora_rank"]),
@@ -211,6 +215,41 @@ def test_refused_flags(flags, named, capsys):
     with refused(*named):
         parse(flags.split())
     assert capsys.readouterr() == ("", "")  # only the entry point prints the error
+
+
+MISTAKES = {
+    "hub_strategy": ("end", "`hf upload`"),
+    "push_to_hub": ("True", "`hf upload`"),
+    "evaluation_strategy": ("steps", "use --eval_strategy."),
+    "ddp_timeout": ("9", "Leave it out."),
+    "learning_rat": ("1", "did you mean --learning_rate?"),
+    "seed": ("red", "'red'"),
+    "report_to": ("all", "tensorboard, wandb"),
+    "warmup_ratio": ("2", "below 1"),
+    "optim": ("adamw", "lamb"),
+}
+
+
+@pytest.mark.parametrize("form", ["command line", "YAML", "both", "Python"])
+def test_all_mistakes_are_reported_at_once(tmp_path, form):
+    given = {name: value for name, (value, _) in MISTAKES.items()} | {"strategy": "none"}
+    in_file, words = dict(list(given.items())[:5]) if form == "both" else given, []
+    if form in ("YAML", "both"):
+        words = ["--config", write(tmp_path, "\n".join(f"{name}: '{value}'" for name, value in in_file.items()))]
+    if form in ("command line", "both"):
+        words += [word for name in given.keys() - (words and in_file.keys()) for word in (f"--{name}", given[name])]
+    with pytest.raises(UserError) as raised:
+        train(**given) if form == "Python" else parse(words)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(MISTAKES) - 1  # two flags have the same remedy
+    for name, (_, remedy) in MISTAKES.items():
+        shown = remedy if form == "command line" or name in list(MISTAKES)[5:] else remedy.replace("--", "")
+        assert [line for line in lines if name in line and shown in line], name
+
+
+def test_no_argument_of_the_trainer_leads_to_a_similar_flag():
+    others = {field.name for field in fields(TrainingArguments)} - FLAGS.keys()
+    assert others and not [name for name in others if "did you mean" in hint(name)]
 
 
 TOOLS = (bench, doctor, evaluate, predict, report, sweep, timeline, tune)

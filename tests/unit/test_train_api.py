@@ -96,7 +96,7 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any])
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.status == EXIT_STOPPED
     assert start(tmp_path / "run")[1][1:-1] == whole[8:-1]
-    for settings, named in (({"max_step": 3}, "did you mean --max_steps?"), ({"max_steps": "three"}, "three")):
+    for settings, named in (({"max_step": 3}, "did you mean max_steps?"), ({"max_steps": "three"}, "three")):
         with refused(named) as mistake:
             start(tmp_path / "none", **settings)
         assert type(mistake.value) is UserError and mistake.value.status == EXIT_BAD_INPUT
@@ -137,7 +137,7 @@ def test_training_inside_another_training_is_refused_without_effect(tmp_path: Pa
         ({"output_dir": b"x"}, ["output_dir b'x'", "str"]),
         ({"bf16": np.ones((2, 2))}, ["bf16 array", "bool"]),
         ({"train_file": ["a.json", b"b.json"]}, ["train_file ['a.json', b'b.json']", "str"]),
-        ({"task": 5}, ["--task 5"]),
+        ({"task": 5}, ["task", "'5'"]),
         ({"callbacks": [5]}, ["callbacks [5]", "Callback"]),
         ({"callbacks": (each for each in [Callback()])}, ["callbacks <generator", "Sequence"]),
     ],
