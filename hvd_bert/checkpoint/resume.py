@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 from collections.abc import Mapping
@@ -24,6 +25,16 @@ LATEST = "latest"
 # Keys of config.json that do not affect a model's outputs. `problem_type` may be set by a forward pass with labels.
 _NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "problem_type"}
 _NOT_COMPUTED |= {"transformers_version", "use_cache"}
+
+# Files of folders and checkpoints that no run of this trainer wrote -> what they are.
+_FOREIGN = {
+    "trainer_state.json": "a checkpoint of Hugging Face's Trainer",
+    "*.ckpt": "a checkpoint of Lightning",
+    "random_states_*.pkl": "a checkpoint of Accelerate",
+    "*.pt": "a checkpoint of another program",
+    "*.pth": "a checkpoint of another program",
+    "config.json": "a model without the state of its training",
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,9 @@ def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
     try:
         resume_point = ResumePoint(folder, _resumable(folder))
     except CorruptCheckpoint as error:
-        raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}. Name another one.") from None
+        foreign = not files.is_written(folder) and not (folder / "state.json").exists()
+        reason = _describe(folder) if foreign else f"cannot be used: {error}. Name another one."
+        raise UserError(f"--resume_from_checkpoint {folder} {reason}") from None
     if output_dir is None or folder.resolve().parent == output_dir.resolve():
         return resume_point
     own, damage = _newest_valid(output_dir)
@@ -115,6 +128,22 @@ def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
             " add --overwrite_output_dir to replace it."
         )
     return own  # the unfinished run resumed from `folder` before it was interrupted
+
+
+def _describe(path: Path) -> str:
+    """Return the end of a message about a path that is no checkpoint of a run: what it is, and what to do."""
+    inside = [file.name for file in path.iterdir()] if path.is_dir() else [path.name] * path.exists()
+    checkpoints = files.candidates(path) if path.is_dir() else []
+    if checkpoints:
+        return f"is not a checkpoint, but holds some. Name one of them, such as {checkpoints[0]}."
+    kind = next((kind for pattern, kind in _FOREIGN.items() if fnmatch.filter(inside, pattern)), "")
+    if not kind:
+        problem = "is not a checkpoint" if path.exists() else "does not exist"
+        return f"{problem}. Name a folder checkpoint-N of a run, or leave the flag out."
+    source = f"replace the flag by --model_name_or_path {path}"
+    if "config.json" not in inside:
+        source = "save its model with transformers' `save_pretrained`, and name that folder with --model_name_or_path"
+    return f"is {kind}, which cannot be resumed. To start a new run from its weights, {source}."
 
 
 def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:

@@ -109,6 +109,30 @@ def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
             found("--resume_from_checkpoint", named)
 
 
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("checkpoint-10/trainer_state.json", ["Hugging Face's Trainer", "--model_name_or_path", "/checkpoint-10."]),
+        ("trainer/checkpoint-10/trainer_state.json", ["/trainer/checkpoint-10."]),
+        ("last.ckpt", ["Lightning", "`save_pretrained`"]),
+        ("state/random_states_0.pkl", ["Accelerate", "`save_pretrained`"]),
+        ("model/model.safetensors", ["without the state of its training", "--model_name_or_path", "/model."]),
+        ("notes/a.txt", ["is not a checkpoint"]),
+    ],
+)
+def test_checkpoints_of_other_programs_are_described(tmp_path, file, named):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    if "--model_name_or_path" in named:
+        (path.parent / "config.json").write_text("{}")
+    given = tmp_path / path.relative_to(tmp_path).parts[0]
+    with refused(f"--resume_from_checkpoint {given}", *named):
+        found("--resume_from_checkpoint", given)
+    with refused("does not exist"):
+        found("--resume_from_checkpoint", tmp_path / "nowhere")
+
+
 def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
     with refused("--resume_from_checkpoint latest", "--output_dir"):
         found(*LATEST)
