@@ -238,9 +238,12 @@ def check(
     if before != global_batch and not same_flags:
         differing.append(f"the global batch was {before} and is {global_batch}")
     if differing:
+        folder, another = resume_point.folder, "use another --output_dir"
+        if (folder / "config.json").exists():
+            another += f" and --model_name_or_path {folder} to start from its weights"
         raise UserError(
-            f"{resume_point.folder} cannot be resumed: {'; '.join(differing)}. Use the settings that it was made with,"
-            " use another --output_dir, or add --overwrite_output_dir to train from the start."
+            f"{folder} cannot be resumed: {'; '.join(differing)}. Use the settings that it was made with, {another}, or"
+            " add --overwrite_output_dir to train from the start."
         )
     log.info("Resuming from step %d: %s", resume_point.step, resume_point.folder)
     _check_cpu(resume_point, facts["cpu_kernels"])

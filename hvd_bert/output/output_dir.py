@@ -151,6 +151,12 @@ def _check_content(settings: Settings, folder: Path) -> None:
                 f"--output_dir {folder} is not empty ({shown}) and holds no run ({reason}): use another one."
             )
         case OwnRun(finished=True) if trains and not confirmed:
+            if {"train_results.json", "config.json"} <= {*names}:
+                raise UserError(
+                    f"--output_dir {folder} holds a finished run, which `hvd-bert report {folder}` shows. To train its"
+                    f" model longer, use another --output_dir and --model_name_or_path {folder}. To replace the run,"
+                    " add --overwrite_output_dir."
+                )
             raise UserError(
                 f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to"
                 " replace an earlier run's files."

@@ -74,6 +74,7 @@ FINISHED = ["train_config.yaml", "train_results.json"]
         (EMPTY, EVALUATES, ""),
         (["train_config.yaml"], [], ""),  # an unfinished run
         (FINISHED, [], "(train_config.yaml, train_results.json)"),
+        ([*FINISHED, "config.json"], [], "--model_name_or_path"),
         *((FINISHED, flags, "") for flags in ([OVERWRITE], RESUMES, EVALUATES)),
         (["eval_config.yaml"], [], "(eval_config.yaml)"),
         *((["a", "b", "config.json", "d"], flags, "(a, b, config.json, ...)") for flags in ([], RESUMES, EVALUATES)),
