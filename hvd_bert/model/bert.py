@@ -47,7 +47,7 @@ def load_model(
     source = args.configuration
     config = config or load_config(source, args, head=head)
     kind = families.class_with_head(head, config, source)
-    check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
+    check_fit(config, args, tokenizer, max_seq_length)
     token_types = takes_token_types(config, tokenizer, kind)
     if head is AutoModelForQuestionAnswering:
         config.num_labels = 2  # start and end, even if the checkpoint has a classifier
@@ -124,19 +124,24 @@ def span_losses(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: 
     return (first + cross_entropy(end_logits, ends, reduction="none")) / 2
 
 
-def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
+def check_fit(config: Any, args: ModelArguments, tokenizer: Any, max_seq_length: int) -> None:
     """Raise UserError if model and tokenizer have different vocabularies, or the model has too few positions."""
     embeddings = getattr(config, "vocab_size", 0)  # CANINE has no vocabulary
     surplus = embeddings - len(tokenizer)
     largest = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, since ids may have gaps
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:
+        remedy = "Give the model's own tokenizer (--tokenizer_name)."
+        if args.tokenizer == args.model_name_or_path and tokenizer.vocab_size <= embeddings < len(tokenizer):
+            remedy = (
+                "Tokens were added to it: call `model.resize_token_embeddings(len(tokenizer))` of transformers, and save"
+                " both."
+            )
         raise UserError(
-            f"Model and vocabulary differ: {model_name} has {embeddings} embeddings, but the tokenizer"
-            f" {tokenizer_name} has {len(tokenizer)} tokens with ids up to {largest}. Give the model's own tokenizer"
-            " (--tokenizer_name)."
+            f"Model and vocabulary differ: {args.configuration} has {embeddings} embeddings, but the tokenizer"
+            f" {args.tokenizer} has {len(tokenizer)} tokens with ids up to {largest}. {remedy}"
         )
     positions = families.max_tokens(config)
     if max_seq_length > positions:
         raise UserError(
-            f"--max_seq_length {max_seq_length}: {model_name} has only {positions} positions. Use at most that many."
+            f"--max_seq_length {max_seq_length}: {args.configuration} has only {positions} positions. Use at most that many."
         )

@@ -16,7 +16,7 @@ import torch
 from refusals import refused
 from safetensors.torch import load_file
 from test_families import small
-from transformers import BertConfig, BertForQuestionAnswering
+from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
@@ -110,6 +110,15 @@ def with_a_large_token_id(folder: Path) -> None:
 
 
 CASES["a token id far beyond the embeddings"] = with_a_large_token_id, "embeddings.* 67108864"
+
+
+def with_added_tokens(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["[NEW0]", "[NEW1]"])
+    tokenizer.save_pretrained(folder)
+
+
+CASES["tokens added to the tokenizer"] = with_added_tokens, "resize_token_embeddings"
 
 
 def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
