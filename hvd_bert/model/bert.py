@@ -132,10 +132,7 @@ def check_fit(config: Any, args: ModelArguments, tokenizer: Any, max_seq_length:
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:
         remedy = "Give the model's own tokenizer (--tokenizer_name)."
         if args.tokenizer == args.model_name_or_path and tokenizer.vocab_size <= embeddings < len(tokenizer):
-            remedy = (
-                "Tokens were added to it: call `model.resize_token_embeddings(len(tokenizer))` of transformers, and save"
-                " both."
-            )
+            remedy = "Tokens were added: call `model.resize_token_embeddings(len(tokenizer))`, and save both."
         raise UserError(
             f"Model and vocabulary differ: {args.configuration} has {embeddings} embeddings, but the tokenizer"
             f" {args.tokenizer} has {len(tokenizer)} tokens with ids up to {largest}. {remedy}"
@@ -143,5 +140,6 @@ def check_fit(config: Any, args: ModelArguments, tokenizer: Any, max_seq_length:
     positions = families.max_tokens(config)
     if max_seq_length > positions:
         raise UserError(
-            f"--max_seq_length {max_seq_length}: {args.configuration} has only {positions} positions. Use at most that many."
+            f"--max_seq_length {max_seq_length}: {args.configuration} has only {positions} positions. Use at most that"
+            " many."
         )

@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+)
 
 from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import evaluating
@@ -86,6 +90,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# The end of a message about a model that cannot be used.
+ENCODERS = f"Name an encoder such as those of the families {', '.join(FAMILIES)}."
+
+
+def described(config: Any) -> str:
+    """Describe a model by its configuration, such as "a gpt2 model, a decoder"."""
+    return ", ".join(filter(None, [f"a {config.model_type} model", generates(config)]))
+
+
+def generates(config: Any) -> str:
+    """Return "an encoder-decoder" or "a decoder" for a model that generates text, "" for an encoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder"
+    kind, encoders = type(config), {*FAMILIES, "xlnet"}  # XLNet's attention is not causal
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
+    return "a decoder" if causal and config.model_type not in encoders else ""
+
+
 def find_family(config: Any) -> Family:
     """Return the family of a model's configuration. Unlisted families get padded windows and unchanged layers."""
     return FAMILIES.get(config.model_type, _PADDED)
@@ -102,10 +124,7 @@ def class_with_head(head: Any, config: Any, source: str) -> Any:
     `head`: an auto class such as AutoModelForSequenceClassification. `source`: the model's name for messages.
     """
     if type(config) not in head._model_mapping:
-        raise UserError(
-            f"{source} is a {config.model_type} model: transformers has no {head.__name__} for it. Name an encoder such"
-            f" as those of the families {', '.join(FAMILIES)}."
-        )
+        raise UserError(f"{source} is {described(config)}: transformers has no {head.__name__} for it. {ENCODERS}")
     return head._model_mapping[type(config)]
 
 

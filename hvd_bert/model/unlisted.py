@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hvd_bert.errors import short_reason
-from hvd_bert.model.families import max_tokens
+from hvd_bert.errors import UserError, short_reason
+from hvd_bert.model.families import ENCODERS, described, generates, max_tokens
 from hvd_bert.model.precision import evaluating
 
 AT_LEAST = 32  # minimum tokens of the longer test window
@@ -19,7 +19,8 @@ def check_unlisted(model: Any, max_seq_length: int) -> None:
 
     `max_seq_length`: length of the full window. At least AT_LEAST is used, if the model has as many positions.
     Freezes weights that get no gradient: ranks could not average their gradients, and weight decay would change them.
-    Raises ValueError if a pass fails, as in models that need inputs other than tokens, or if padding changes results.
+    Raises ValueError if a pass fails, as in models that need inputs other than tokens, or if padding changes results;
+    UserError if a decoder fails.
     """
     length = min(max(max_seq_length, AT_LEAST), max_tokens(model.config))
     half, name = length // 2, model.config.model_type
@@ -30,6 +31,9 @@ def check_unlisted(model: Any, max_seq_length: int) -> None:
             both, alone = _logits(model, rows, mask), _logits(model, rows[1:, :half], mask[1:, :half])
             both.sum().backward()
     except Exception as error:
+        if generates(model.config):
+            source = f"{model.name_or_path} is {described(model.config)}"
+            raise UserError(f"{source}, which cannot be trained on spans. {ENCODERS}") from None
         reason = short_reason(error)
         raise ValueError(f"{name} models are not a listed family, and {length} tokens alone fail: {reason}") from None
     for weights in model.parameters():

@@ -14,6 +14,7 @@ from hvd_bert import hub
 from hvd_bert.config.data import ModelArguments
 from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError, log
+from hvd_bert.model.families import ENCODERS, described, generates
 
 _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # ignores special tokens such as [CLS] and <S>
 
@@ -28,8 +29,25 @@ def load_tokenizer(args: ModelArguments) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_tokens) or hub.LFS_POINTER in tokenizer.get_vocab():
         found = hub.lfs_pointers(args.tokenizer) or "Name a tokenizer's folder (--tokenizer_name FOLDER)"
         raise UserError(f"'{args.tokenizer}' has no vocabulary. {found}.")
-    Layout.of(tokenizer)
+    try:
+        Layout.of(tokenizer)
+    except UserError as error:
+        raise _why_refused(args, error) from None
     return tokenizer
+
+
+def _why_refused(args: ModelArguments, error: UserError) -> UserError:
+    """Return the error for a tokenizer that is refused with `error`: another one if its model generates text."""
+    try:
+        config = hub.load_pretrained(AutoConfig, args.configuration, **args.on_hub)
+    except UserError:
+        return error
+    if not generates(config):
+        return error
+    return UserError(
+        f"{args.configuration} is {described(config)}, whose tokenizer has no layout such as [CLS] a [SEP] b [SEP]."
+        f" {ENCODERS}"
+    )
 
 
 def _load_with_case(args: ModelArguments, **extra: Any) -> Any:

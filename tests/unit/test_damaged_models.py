@@ -16,7 +16,17 @@ import torch
 from refusals import refused
 from safetensors.torch import load_file
 from test_families import small
-from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForQuestionAnswering,
+    GPT2Config,
+    PegasusConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
@@ -292,6 +302,25 @@ def test_missing_model(tmp_path, monkeypatch, name):
 
 
 # --- families other than BERT -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (GPT2Config(n_embd=16, n_layer=1, n_head=2), "a gpt2 model, a decoder"),  # its eos is beyond the vocabulary
+        (T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2), "a t5 model, an encoder-decoder"),
+        (PegasusConfig(d_model=16), "a pegasus model, an encoder-decoder"),  # has no span head
+    ],
+)
+def test_models_that_generate_text_are_described(tokenizer, tmp_path, config, kind):
+    config.vocab_size = len(tokenizer)
+    config.save_pretrained(tmp_path)
+    with refused(f"{tmp_path} is {kind}", "families albert, bert,"):
+        load_model(ModelArguments(config_name=str(tmp_path)), tokenizer, 32, seed=1)
+    unmarked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1})))
+    unmarked.save_pretrained(tmp_path)
+    with refused(f"{tmp_path} is {kind}", "[CLS] a [SEP] b [SEP]", "families albert, bert,"):
+        load_tokenizer(ModelArguments(config_name=str(tmp_path)))
 
 
 def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
