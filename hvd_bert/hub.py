@@ -28,9 +28,7 @@ albert/albert-large-v2 almanach/camembert-base
 """
 _REACH_TIMEOUT_S = 10.0
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of a pointer file
-_WAYS_OUT = (
-    "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."
-)
+DEFAULT_MODEL = "bert-base-uncased"
 
 
 def hub_names(name: str) -> list[str]:
@@ -55,12 +53,15 @@ def load_split(
     split: str,
     dataset_config_name: str | None = None,
     cache_dir: str | None = None,
-    ways_out: str = _WAYS_OUT,
+    ways_out: str = "",
 ) -> Dataset:
     """Load one split of a data set from the cache or the hub.
 
     Raises UserError if the split is not available. `ways_out`: the advice at the end of the message.
     """
+    if not ways_out:
+        sample = ", or train on the bundled sample with --config sample" if split == "train" else ""
+        ways_out = f"Give local files with --train_file and --validation_file{sample}."
     import datasets  # slow to import, and not needed for local files
 
     flag = f"--dataset_name {dataset_name}"
@@ -140,6 +141,7 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
 def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     path = Path(name)
     if path.exists():
+        _check_folder(kind, path)
         files = [*path.glob("*"), *path.glob("*/*")]  # shards may lie in a sub-folder
         if unreadable := [file for file in files if file.exists() and not (file.is_file() or file.is_dir())]:
             raise ValueError(f"{unreadable[0]} is a pipe or a device, from which nothing is loaded")
@@ -158,12 +160,29 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     return kind.from_pretrained(name, trust_remote_code=False, **options)
 
 
+def _check_folder(kind: Any, path: Path) -> None:
+    """Raise UserError if a path holds nothing that the class `kind` could load. A configuration may be a JSON file."""
+    if path.is_file() and not (kind.__name__ == "AutoConfig" and path.suffix == ".json"):
+        raise UserError(
+            f"{path} is a file, but a model is a folder or a name on the hub. Name the model. Data files have flags of"
+            " their own: --train_file, --validation_file, --input."
+        )
+    needed = ["config.json"] if kind.__name__ != "AutoTokenizer" else ["config.json", "*token*", "vocab*", "*.model"]
+    if path.is_dir() and not any(file for pattern in needed for file in path.glob(pattern)):
+        models = sorted(str(file.parent) for file in path.glob("*/config.json"))
+        others = f" Name a folder in it, such as {', '.join(models[:3])}." if models else " Name another."
+        raise UserError(f"The folder '{path}' holds no model (config.json is missing).{others}")
+
+
 def reported(name: str) -> contextlib.AbstractContextManager[None]:
     """Context manager: convert an exception to a UserError that states why `name` cannot be loaded, and what to do."""
+    sample = ""
+    if name == DEFAULT_MODEL:  # no model was named
+        sample = ", or try `python -m hvd_bert.train --config sample`, which has a model of its own"
     return as_user_error(
         lambda reason: (
-            f"'{name}' cannot be loaded ({lfs_pointers(name) or reason}). Check the name and the files, name another"
-            " model or a local folder, or try `python -m hvd_bert.train --config sample`, which has a model of its own."
+            f"'{name}' cannot be loaded ({lfs_pointers(name) or reason}). Check the name and the files, or name another"
+            f" model or a local folder{sample}."
         )
     )
 

@@ -11,8 +11,8 @@ from hvd_bert.config.data_files import DataFile, data_files, data_path
 from hvd_bert.config.flag import flag, flag_properties, require
 from hvd_bert.config.parser import name_or_path, plain_text, shortened
 from hvd_bert.errors import UserError
+from hvd_bert.hub import DEFAULT_MODEL
 
-DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
 SQUAD_RULES = "squad"  # default of --answer_language

@@ -14,7 +14,6 @@ import yaml
 
 from hvd_bert.config.data import (
     DEFAULT_DATASET,
-    DEFAULT_MODEL,
     QUESTION_ANSWERING,
     DataArguments,
     ModelArguments,
@@ -23,6 +22,7 @@ from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
 from hvd_bert.config.parser import name_or_path, shortened
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.config.training import REDUCE_OVERHEAD, TrainArguments
+from hvd_bert.hub import DEFAULT_MODEL
 from hvd_bert.machine import MAX_THREADS
 
 PACKAGE = Path(__file__).resolve().parents[1]

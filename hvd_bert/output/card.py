@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING, SQUAD_RULES
+from hvd_bert.config.data import QUESTION_ANSWERING, SQUAD_RULES
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.errors import log
+from hvd_bert.hub import DEFAULT_MODEL
 from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import write_named
 

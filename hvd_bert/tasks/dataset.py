@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING, DataArguments
+from hvd_bert.config.data import QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths, Mixture, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, short_reason
 from hvd_bert.evaluation.evaluator import batch_outputs
+from hvd_bert.hub import DEFAULT_MODEL
 from hvd_bert.model.precision import evaluating
 from hvd_bert.tasks.base import EvaluationResult, MicroBatch, Task, make_plan
 from hvd_bert.tasks.trained import as_trained, load_weights

@@ -34,7 +34,7 @@ from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
-from hvd_bert.hub import LFS_POINTER
+from hvd_bert.hub import DEFAULT_MODEL, LFS_POINTER
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model
 from hvd_bert.model.families import model_class
@@ -293,12 +293,27 @@ def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, cont
     assert load_tokenizer(ModelArguments(tokenizer_name=str(tmp_path / "again"))).tokenize("Berlin") == expected
 
 
-@pytest.mark.parametrize("name", ["/nowhere", "./nowhere/at/all", "someone/uncached"])
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere/at/all", "someone/uncached", DEFAULT_MODEL])
 def test_missing_model(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with refused(f"'{name}'", "no such folder", "`python -m hvd_bert.train --config sample`"):
+    with refused(f"'{name}'", "no such folder") as raised:
         load_config(name, ModelArguments(model_name_or_path=name))
+    assert ("--config sample" in str(raised.value)) == (name == DEFAULT_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("data.jsonl", ["is a file", "--train_file"]), ("runs", ["runs/a"]), ("runs/b", ["config"])],
+)
+@pytest.mark.parametrize("load", [load_tokenizer, lambda args: load_config(args.model_name_or_path, args)])
+def test_paths_that_are_no_model(tmp_path, monkeypatch, load, name, named):
+    monkeypatch.chdir(tmp_path)
+    BertConfig().save_pretrained("runs/a")
+    Path("runs/b").mkdir()
+    Path("data.jsonl").write_text('{"id": 1}')
+    with refused(name, *named):
+        load(ModelArguments(name))
 
 
 # --- families other than BERT -------------------------------------------------------------------------
