@@ -101,7 +101,7 @@ def test_wrong_command_lines(make_model):
     data = ["--validation_file", "f"]
     for named, words in (
         ("MODEL", [*data, model]),
-        ("--learning_rate", [model, *data, "--learning_rate=1"]),
+        ("--learning_rate, --seed", [model, *data, "--seed=1", "--learning_rate=1"]),
         ("--train_file", [model, *data, "--train_file=rows.json"]),
         ("--validation_file", [model]),  # the training had no validation file
     ):

@@ -91,8 +91,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
         config = _config(own.model, words, trained, defaults)
     elif trained.get("train_file") and not trained.get("validation_file") and not named:
         raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
-    for name in sorted(given - accepted):
-        raise UserError(f"--{name} does not concern an evaluation of {own.model}. Remove the flag.")
+    if unfit := ", ".join(f"--{name}" for name in sorted(given - accepted)):
+        raise UserError(f"{unfit} cannot be used in an evaluation of {own.model}. Leave out these flags.")
     if not own.compare:
         return own, [config]
     settings = config.as_flat()
