@@ -4,6 +4,7 @@ ending FOLDER [STATUS]: each rank has a running thread and an exit handler. Both
   when they end. With STATUS, all ranks fail with this status.
 failing FOLDER KIND: rank 1 fails while the other ranks wait for it in a collective.
 warning FAILURE: ranks print equal and different warnings, then rank 1 fails. FAILURE: none, UserError, RuntimeError.
+tokenizing SIGNAL: the rank that tokenizes gets the signal meanwhile.
 unmet RANK store|group: RANK cannot reach rank 0's store, or cannot join the process group.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,11 +24,14 @@ from typing import Any
 import torch
 from torch import distributed
 
+from hvd_bert.config import command_line
+from hvd_bert.data import window_table
 from hvd_bert.distributed import rendezvous
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
+from hvd_bert.tasks.base import load_task
 
 
 def append(path: Path, words: str) -> None:
@@ -76,6 +81,14 @@ def warning(world: World, failure: str) -> None:
     log.warning("too late for all ranks")
 
 
+def tokenizing(world: World, name: str) -> None:
+    def cut(*args: Any) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+
+    window_table.cut = cut
+    load_task(command_line.parse(["--config", "sample"]), world)
+
+
 def unmet(world: World, rank: str, where: str) -> None:
     print(f"rank {world.rank} is in", flush=True)
 
@@ -103,5 +116,5 @@ if __name__ == "__main__":
     _, name, strategy, *words = sys.argv
     if name == "unmet":
         lose(int(words[0]), words[1])
-    entry = {"ending": ending, "failing": failing, "warning": warning, "unmet": unmet}[name]
-    run_as_rank(lambda world: entry(world, *words), strategy)
+    entries = {"ending": ending, "failing": failing, "warning": warning, "tokenizing": tokenizing, "unmet": unmet}
+    run_as_rank(lambda world: entries[name](world, *words), strategy)

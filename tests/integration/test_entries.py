@@ -19,9 +19,9 @@ HOST = os.uname().nodename
 
 
 def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outcome:
-    """Run `entries.py WORDS...` on two ranks. Fails if the ranks hang."""
+    """Run `entries.py WORDS...` on two ranks, or on one if `by` is "". Fails if the ranks hang."""
     program = Path(__file__).with_name("entries.py")
-    outcome = run([*launcher(2, by), sys.executable, str(program), *map(str, words)], folder, cold=cold)
+    outcome = run([*(launcher(2, by) if by else ()), sys.executable, str(program), *map(str, words)], folder, cold=cold)
     assert not outcome.hung, outcome
     return outcome
 
@@ -86,6 +86,18 @@ def test_each_warning_is_one_line(by: str, strategy: str, failure: str, tmp_path
         assert count("too late for all ranks") == count("rank 1: too late for all ranks") == 1, lines
     else:
         assert count("hvd_bert: rank 1 on .*: the disk is full") == 1, lines
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "status"), [("mpirun", "SIGTERM", 143), ("mpirun", "SIGINT", 130), ("", "SIGUSR1", -10)]
+)
+def test_stop_during_tokenization_leaves_nothing_in_the_cache(
+    by: str, name: str, status: int, tmp_path: Path, own_cache: Path
+) -> None:
+    """The other rank waits for the lock meanwhile."""
+    outcome = two_ranks(tmp_path, by, "tokenizing", "horovod" if by else "none", name).expect(status)
+    assert "Traceback" not in outcome.output, outcome
+    assert [path.suffix for path in own_cache.iterdir()] == [".lock"], outcome
 
 
 # --- ranks that have joined through Horovod, but cannot reach the key-value store ------------------------
