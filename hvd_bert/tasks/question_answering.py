@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,7 @@ class QuestionAnswering(EncoderTask):
         files, sources = zip(*opened[split], strict=True)
         limit = data.max_train_samples if split == "train" else data.max_eval_samples
         options, tables = WindowOptions(data.max_seq_length, data.doc_stride, limit), []
-        progress, leader = world.cross_rank == 0, world.local_rank == 0
+        progress, leader = world.cross_rank == 0 and sys.stderr.isatty(), world.local_rank == 0
         for source in sources:
             table = prepare(source, self.tokenizer, options, show_progress=progress, leader=leader)
             log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
