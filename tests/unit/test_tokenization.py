@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -115,6 +116,21 @@ def test_long_question_leaves_room_for_the_context_and_is_counted(tokenizer):
     assert all(len(row["input_ids"]) == 20 for row in long_rows)
     assert [row["context_end"] - row["context_start"] for row in long_rows] == [5, 5, 5]
     assert [row["char_starts"][0] for row in long_rows] == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "stride", "step"),
+    [
+        *((64, 384, 128, 189), (65, 384, 128, 188), (200, 384, 128, 53)),  # as run_qa
+        *((250, 384, 128, 32), (2000, 384, 128, 32), (90, 100, 0, 7), (90, 100, 64, 16)),
+        *((30, 100, 64, 3), (64, 100, 64, 1)),  # as run_qa: these settings leave no room for any question
+    ],
+)
+def test_windows_of_a_long_question_advance_by_a_quarter(tokenizer, tokens, length, stride, step):
+    rows, _ = to_windows(tokenizer, [ask("red " * 600, "red", "the " * tokens), ask("red")], length, stride)
+    starts = [row["char_starts"][0] // 4 for row in rows if row["question"] == 0]
+    size = rows[0]["context_end"] - rows[0]["context_start"]
+    assert set(np.diff(starts)) == {step} and starts[-1] + size >= 600 > starts[-2] + size
 
 
 def test_leading_blanks_of_a_question_are_stripped(tokenizer):
