@@ -12,7 +12,7 @@ give the same tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import tokenizers
 
+from hvd_bert.data.counts import WindowCounts, has_several_answers, is_unspaced
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError, as_user_error
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _WINDOWS_AT_ONCE = 4096  # per record batch; bounds memory even if a context has a window per token
 _LONG_QUESTION = 64  # tokens, the maximum length of a question in BERT's own script for SQuAD
+_NO_TOKENS = (-1, -1)
 _NUMBER, _NUMBERS = pa.int32(), pa.list_(pa.int32())
 SCHEMA = pa.schema(
     {
@@ -56,21 +58,6 @@ class WindowOptions:
     max_seq_length: int = 384
     doc_stride: int = 128
     max_samples: int | None = None
-
-
-@dataclass(frozen=True)
-class WindowCounts:
-    """Statistics of a set of questions and their windows."""
-
-    questions: int = 0
-    windows: int = 0
-    shortened_questions: int = 0  # truncated to leave room for the context
-    answerable_questions: int = 0  # with a first answer whose position is known
-    cut_answers: int = 0  # answers that no window contains completely
-    tokenless_answers: int = 0  # answers whose characters the tokenizer drops
-
-    def __add__(self, other: WindowCounts) -> WindowCounts:
-        return WindowCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -134,16 +121,22 @@ class WindowTokenizer:
         self.layout = Layout.of(tokenizer)
         self.backend = _plain_copy(tokenizer)
         self.options = options
-        self.cls_id, self.sep_id = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.unk_id = tokenizer.unk_token_id
+        self.special_ids = (tokenizer.cls_token_id, tokenizer.sep_token_id, self.unk_id)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """A text's tokens: the id and the character range [start, end) of each."""
+class _Context:
+    """A context's tokens: the id and the character range [start, end) of each.
+
+    `unknown`: indices of the tokens that the vocabulary lacks. `unspaced`: whether the text has hardly any spaces.
+    """
 
     ids: _Int32s
     char_starts: _Int32s
     char_ends: _Int32s
+    unknown: npt.NDArray[np.intp]
+    unspaced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +149,7 @@ class _PerQuestion:
 
     number: int
     head: _Int32s
-    context: _Tokens
+    context: _Context
     first: int
     last: int
 
@@ -182,6 +175,28 @@ class _PerWindow:
         return self.of.first + shift, self.of.last + shift
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A question's windows.
+
+    `spans`: indices of each answer's first and last token in the context; -1, -1 without such tokens. `shortened`:
+    whether the question was truncated. `crowded`: whether its windows advance by at most a quarter of their tokens.
+    """
+
+    question: Question
+    context: _Context
+    spans: list[tuple[int, int]]
+    windows: list[_PerWindow]
+    shortened: bool
+    crowded: bool
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the vocabulary lacks all tokens of the first answer."""
+        (first, last), unknown = self.spans[0], self.context.unknown
+        return unknown.size > 0 and set(range(first, last + 1)) <= set(unknown.tolist())
+
+
 def cut(
     window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_number: int
 ) -> tuple[Iterator[pa.RecordBatch], WindowCounts]:
@@ -190,65 +205,89 @@ def cut(
     `first_number`: the value of the column `question` for the first question.
     """
     layout, options = window_tokenizer.layout, window_tokenizer.options
-    contexts = _tokenized_contexts(window_tokenizer.backend, questions)
+    contexts = _tokenized_contexts(window_tokenizer, questions)
     # Strip leading blanks as run_qa does: some of SQuAD's questions have thousands.
     texts = [question.question.lstrip() for question in questions]
     encodings = window_tokenizer.backend.encode_batch(texts, add_special_tokens=False)
     room = options.max_seq_length - layout.size
     longest = room - options.doc_stride - 1
-    windows: list[_PerWindow] = []
-    answerable = tokenless = found = 0
+    cuts = []
     for number, (question, encoding) in enumerate(zip(questions, encodings, strict=True), first_number):
         ids, context = encoding.ids[:longest], contexts[question.context]
-        first, last = _answer_tokens(question, context)
+        spans = _answer_spans(question, context)
         head = np.array([*layout.before, *ids, *layout.between], dtype=np.int32)
-        asked = _PerQuestion(number, head, context, first, last)
+        asked = _PerQuestion(number, head, context, *(spans[0] if spans else _NO_TOKENS))
         capacity, overlap = room - len(ids), options.doc_stride
-        if len(encoding) > _LONG_QUESTION:
-            overlap = min(overlap, capacity - max(1, capacity // 4))
+        step = max(1, capacity // 4)
+        crowded = capacity - overlap < step
+        if crowded and len(encoding) > _LONG_QUESTION:
+            overlap = capacity - step
         pieces = list(_split(asked, capacity, overlap))
-        windows += pieces
-        has_answer = question.answer_starts[:1] not in ((), (None,))
-        answerable += has_answer
-        tokenless += has_answer and first < 0
-        found += any(window.label != (0, 0) for window in pieces)
+        shortened, crowded = len(encoding) > longest, crowded and len(pieces) > 1
+        cuts.append(_Cut(question, context, spans, pieces, shortened, crowded))
+    windows = [window for cut in cuts for window in cut.windows]
     batches = (
         _record_batch(windows[begin : begin + _WINDOWS_AT_ONCE], layout)
         for begin in range(0, len(windows), _WINDOWS_AT_ONCE)
     )
-    return batches, WindowCounts(
-        questions=len(questions),
-        windows=len(windows),
-        shortened_questions=sum(len(encoding) > longest for encoding in encodings),
-        answerable_questions=answerable,
-        cut_answers=answerable - tokenless - found,
-        tokenless_answers=tokenless,
+    return batches, _counts(cuts, contexts.values())
+
+
+def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
+    answered = [cut for cut in cuts if cut.question.answer_starts[:1] not in ((), (None,))]
+    with_tokens = [cut for cut in answered if cut.spans[0] != _NO_TOKENS]
+    found = sum(any(window.label != (0, 0) for window in cut.windows) for cut in with_tokens)
+    crowded = [cut for cut in cuts if cut.crowded]
+    lengths = [[last - first + 1 for first, last in cut.spans if first >= 0] for cut in cuts]
+    shortest = np.array([min(of_question) for of_question in lengths if of_question], dtype=np.int64)
+    sizes = [(context.char_ends - context.char_starts, context.unknown) for context in contexts]
+    return WindowCounts(
+        questions=len(cuts),
+        windows=sum(len(cut.windows) for cut in cuts),
+        shortened_questions=sum(cut.shortened for cut in cuts),
+        crowded_questions=len(crowded),
+        crowded_windows=sum(len(cut.windows) for cut in crowded),
+        answerable_questions=len(answered),
+        cut_answers=len(with_tokens) - found,
+        tokenless_answers=len(answered) - len(with_tokens),
+        unknown_answers=sum(cut.is_unknown for cut in with_tokens),
+        several_answers=sum(has_several_answers(cut.question) for cut in cuts),
+        unspaced_contexts=sum(cut.context.unspaced for cut in cuts),
+        context_characters=sum(int(widths.sum()) for widths, _ in sizes),
+        unknown_characters=sum(int(widths[unknown].sum()) for widths, unknown in sizes),
+        answer_lengths=tuple(np.bincount(shortest).tolist()),
     )
 
 
-def _tokenized_contexts(backend: tokenizers.Tokenizer, questions: Sequence[Question]) -> dict[str, _Tokens]:
+def _tokenized_contexts(window_tokenizer: WindowTokenizer, questions: Sequence[Question]) -> dict[str, _Context]:
     texts = list(dict.fromkeys(question.context for question in questions))  # neighboring questions share a context
     contexts = {}
-    for text, encoding in zip(texts, backend.encode_batch(texts, add_special_tokens=False), strict=True):
-        starts, ends = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2).T
-        contexts[text] = _Tokens(np.array(encoding.ids, dtype=np.int32), starts, ends)
+    for text, encoding in zip(
+        texts, window_tokenizer.backend.encode_batch(texts, add_special_tokens=False), strict=True
+    ):
+        starts, ends = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int32).reshape(-1, 2).T
+        ids = np.array(encoding.ids, dtype=np.int32)
+        unknown = np.flatnonzero(ids == window_tokenizer.unk_id)
+        contexts[text] = _Context(ids, starts, ends, unknown, is_unspaced(text))
     return contexts
 
 
-def _answer_tokens(question: Question, context: _Tokens) -> tuple[int, int]:
-    """Return the indices of the context's first and last token that overlap the first answer; -1, -1 if none does.
+def _answer_spans(question: Question, context: _Context) -> list[tuple[int, int]]:
+    """Return the indices of the context's first and last token that overlap each answer; -1, -1 if none does.
 
-    Blanks around the answer are ignored.
+    Blanks around the answers are ignored. Repeated answers occur once.
     """
-    start = next(iter(question.answer_starts), None)
-    if start is None:
-        return -1, -1
-    text = question.answer_texts[0]
-    stop = start + len(text.rstrip())
-    start += len(text) - len(text.lstrip())
-    first = int(np.searchsorted(context.char_ends, start, side="right"))
-    last = int(np.searchsorted(context.char_starts, stop, side="left")) - 1
-    return (first, last) if first <= last else (-1, -1)
+    spans = []
+    for text, start in dict.fromkeys(zip(question.answer_texts, question.answer_starts, strict=True)):
+        span = _NO_TOKENS
+        if start is not None:
+            stop = start + len(text.rstrip())
+            start += len(text) - len(text.lstrip())
+            first = int(context.char_ends.searchsorted(start, side="right"))
+            last = int(context.char_starts.searchsorted(stop, side="left")) - 1
+            span = (first, last) if first <= last else _NO_TOKENS
+        spans.append(span)
+    return spans
 
 
 def _split(question: _PerQuestion, capacity: int, stride: int) -> Iterator[_PerWindow]:

@@ -28,9 +28,10 @@ from tqdm.auto import tqdm
 
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
+from hvd_bert.data.counts import Keys, WindowCounts, question_keys
 from hvd_bert.data.sources.squad import Findings, Question, Source
-from hvd_bert.data.window_cutting import SCHEMA, WindowCounts, WindowOptions, WindowTokenizer, cut
-from hvd_bert.errors import UserError, log
+from hvd_bert.data.window_cutting import SCHEMA, WindowOptions, WindowTokenizer, cut
+from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert, read_json
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _FORMAT = 6  # part of the cache key; increase it whenever the file format or the windows change
 _QUESTIONS_AT_ONCE = 1000
 _Int32s = npt.NDArray[np.int32]
-_DATA, _META = "windows.arrow", "windows.json"
+_DATA, _META, _KEYS = "windows.arrow", "windows.json", "questions.npy"
 
 
 class WindowTable:
@@ -51,6 +52,7 @@ class WindowTable:
         batches: Sequence[pa.RecordBatch],
         counts: WindowCounts | None = None,
         findings: Findings | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.batches = list(batches)
         sizes = [len(batch) for batch in batches]
@@ -66,6 +68,7 @@ class WindowTable:
                 self._numbers[name] = np.concatenate([_view(column) for column in columns])
         self.counts = counts or WindowCounts()
         self.findings = findings or Findings()
+        self.keys = np.zeros((0, 2), np.uint64) if keys is None else keys  # of `question_keys`, from the cache only
 
     @staticmethod
     def from_columns(columns: dict[str, Any]) -> WindowTable:
@@ -82,7 +85,8 @@ class WindowTable:
         if len(tables) == 1:
             return tables[0]
         findings = Findings.joined([table.findings for table in tables])
-        table = WindowTable([batch for table in tables for batch in table.batches], findings=findings)
+        keys = np.concatenate([table.keys for table in tables])
+        table = WindowTable([batch for table in tables for batch in table.batches], findings=findings, keys=keys)
         questions = np.cumsum([0, *(table.counts.questions for table in tables[:-1])], dtype=np.int32)
         table._numbers["question"] += np.repeat(questions, list(map(len, tables)))
         return table
@@ -144,9 +148,8 @@ def prepare(
 ) -> WindowTable:
     """Load the windows of `source` from the cache, or build them. Every rank calls it; it runs no collectives.
 
-    `leader`: true on one rank per host, which verifies the checksums of the cached windows, and logs mistakes in the
-    data, truncated questions and lost answers. `show_progress` may be true on all ranks of a host, since only the
-    process that builds the windows shows the progress bar.
+    `leader`: true on one rank per host, which verifies the checksums of the cached windows. `show_progress` may be true
+    on all ranks of a host, since only the process that builds the windows shows the progress bar.
 
     Raises `UserError` if the options, the tokenizer or the questions are unusable, or if the cache is damaged or cannot
     be written.
@@ -157,59 +160,13 @@ def prepare(
     def build(folder: Path) -> None:
         _write(folder, source, window_tokenizer, show_progress)
 
-    table = _opened(cache.entry(default_cache_dir(), _key(source, window_tokenizer), build, leader))
-    if leader:
-        _log_findings(source.name, table.findings, table.counts)
-    return table
+    return _opened(cache.entry(default_cache_dir(), _key(source, window_tokenizer), build, leader))
 
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
     """Cut a few questions into windows, without the cache. Call `check_lengths` first."""
     batches, counts = cut(window_tokenizer, questions, 0)
     return WindowTable(list(batches), counts)
-
-
-def _log_findings(name: str, findings: Findings, counts: WindowCounts) -> None:
-    if findings.columns:
-        log.info("%s: columns %s.", name, findings.columns)
-    if findings.mistakes:
-        total = sum(findings.mistakes.values())
-        kinds = ", ".join(f"{kind}: {number}" for kind, number in findings.mistakes.items())
-        scored = f", {total - findings.left_out} scored by their answers' texts" if findings.left_out < total else ""
-        log.warning(
-            "%s: %d questions have mistakes (%s): %d left out%s. The first: %s",
-            name,
-            total,
-            kinds,
-            findings.left_out,
-            scored,
-            "; ".join(findings.first),
-        )
-    if findings.repaired:
-        log.warning(
-            "%s: %d questions had answers with a wrong answer_start, which were moved to the only occurrence of their"
-            " text. The first: %s",
-            name,
-            findings.repaired,
-            "; ".join(findings.first_repaired),
-        )
-    if counts.shortened_questions:
-        log.warning(
-            "%s: %d of %d questions were truncated to leave room for the context (raise --max_seq_length or lower "
-            "--doc_stride)",
-            name,
-            counts.shortened_questions,
-            counts.questions,
-        )
-    lost = counts.cut_answers + counts.tokenless_answers
-    if lost:
-        log.warning(
-            "%s: %d of %d answers are not completely inside any window; training treats them as missing (raise "
-            "--doc_stride to keep longer answers whole)",
-            name,
-            lost,
-            counts.answerable_questions,
-        )
 
 
 # --- the table on disk ---------------------------------------------------------------------------
@@ -228,7 +185,7 @@ def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
         "format": _FORMAT,
         "source": source.digest,
         "tokenizer": window_tokenizer.backend.to_str(),
-        "special": [window_tokenizer.cls_id, window_tokenizer.sep_id, window_tokenizer.backend.encode_special_tokens],
+        "special": [*window_tokenizer.special_ids, window_tokenizer.backend.encode_special_tokens],
         "tokenizers": tokenizers.__version__,
         "options": asdict(window_tokenizer.options),
     }
@@ -252,15 +209,16 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
                 writer.write_batch(batch)
             total += counts
             bar.update(len(some))
+    np.save(folder / _KEYS, question_keys(questions))
     (folder / _META).write_text(json.dumps(asdict(_Meta(total, findings))))
 
 
 def _opened(entry: Path) -> WindowTable:
     """Open the table in the cache folder `entry`. Raises UserError if the table is truncated or malformed."""
     with cache.reading(entry):
-        meta = convert(read_json(entry / _META), _Meta)
+        meta, keys = convert(read_json(entry / _META), _Meta), np.load(entry / _KEYS, allow_pickle=False)
         with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
-            table = WindowTable(list(stream), meta.counts, meta.findings)
+            table = WindowTable(list(stream), meta.counts, meta.findings, keys)
         if len(table) != meta.counts.windows:
             raise ValueError(f"{len(table)} windows in place of {meta.counts.windows}")
     return table

@@ -21,11 +21,12 @@ from hvd_bert.config.flag import require
 from hvd_bert.config.parser import checked_path
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.collate import Collator
+from hvd_bert.data.counts import FileCounts, WindowCounts
 from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.data.window_table import check_lengths, in_memory
-from hvd_bert.errors import UserError, as_user_error, log
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model
@@ -93,7 +94,8 @@ class QuestionAnswerer:
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer
         self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)
-        self._warned = False  # whether the truncation warning was logged
+        self.counts = WindowCounts()  # of all questions that were answered
+        self._told: set[str] = set()  # kinds of warnings that were logged
 
     def __call__(
         self,
@@ -116,19 +118,18 @@ class QuestionAnswerer:
         return found[0] if single else found
 
     def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
-        """Yield the answers in the order of the questions. Does not check the questions' texts."""
+        """Yield the answers in the order of the questions. Does not check the questions' texts.
+
+        Logs each kind of warning about the questions once.
+        """
         for block in blocks(questions):
             yield from self.answer_block(block)
+        FileCounts("the questions", "prediction", self.counts).warn(self._told)
 
     def answer_block(self, block: Sequence[Question]) -> list[Answer]:
         """Answer questions whose windows all fit into memory. Windows of similar length share a batch."""
         windows = in_memory(block, self._window_tokenizer)
-        if windows.counts.shortened_questions and not self._warned:
-            self._warned = True
-            log.warning(
-                "A question was truncated to leave room for the context (raise --max_seq_length or lower --doc_stride)."
-                " Further questions are truncated without a warning."
-            )
+        self.counts += windows.counts
         longest_first = np.argsort(-windows.lengths, kind="stable")
         batches = batch_outputs(
             partial(span_outputs, self.model),

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from hvd_bert.config.data import ANSWERING
+from hvd_bert.data.counts import FileCounts, WindowCounts
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World
@@ -116,6 +117,9 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
             bar.update(len(gathered))
         with world.writing("--output", flags.output):
             stack.close()
+    counts = world.gather(qa.counts)  # rank 0: of all ranks; others: none
+    if counts:
+        FileCounts(source.name, "prediction", sum(counts, WindowCounts())).warn()
     log.info("%s: %d question(s) answered", flags.output, len(questions))
 
 

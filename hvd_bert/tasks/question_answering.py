@@ -21,6 +21,7 @@ from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, mix
 from hvd_bert.data.collate import Batch
+from hvd_bert.data.counts import FileCounts, count_shared
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
@@ -64,6 +65,7 @@ class QuestionAnswering(EncoderTask):
         if task != QUESTION_ANSWERING:
             raise UserError(f"{name} was trained with --task {task}. Add this flag.")
         self.load_model(AutoModelForQuestionAnswering)
+        self.counts: dict[str, dict[str, dict[str, int | float]]] = {}  # split -> file -> counts
         splits = ["train"] if args.do_train else []
         if args.do_eval and data.train_file and not data.validation_file:
             log.info("No --validation_file is given: the model is not evaluated.")
@@ -95,6 +97,7 @@ class QuestionAnswering(EncoderTask):
         progress, leader = world.cross_rank == 0 and sys.stderr.isatty(), world.local_rank == 0
         for source in sources:
             table = prepare(source, self.tokenizer, options, show_progress=progress, leader=leader)
+            self._report("training" if split == "train" else split, source.name, table, leader)
             log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
             tables.append(table)
         source, windows = squad.joined(sources, limit), WindowTable.joined(tables)
@@ -111,6 +114,16 @@ class QuestionAnswering(EncoderTask):
         sets = members({file.name: len(some) for file, some in zip(files, questions, strict=True)})
         groups, every = windows.column("question"), [*chain.from_iterable(questions)]
         return self.question_set(source, windows, groups=groups, questions=every, sets=sets)
+
+    def _report(self, purpose: str, name: str, table: WindowTable, warns: bool) -> None:
+        """Record the counts of a file and, if `warns`, log the warnings about its data."""
+        data = self.config.data
+        shared = count_shared(table.keys, self.train.windows.keys) if self.train else 0
+        limits = data.max_answer_length, data.answer_language
+        file = FileCounts(name, purpose, table.counts, table.findings, *limits, shared)
+        self.counts.setdefault(purpose, {})[name] = file.facts()
+        if warns:
+            file.warn()
 
     def limit(self, data: DataArguments) -> None:
         """Do nothing: `load` has limited the number of questions."""
@@ -197,7 +210,7 @@ class QuestionAnswering(EncoderTask):
         skip, repair = ("left_out", "mistakes"), ("repaired", "first_repaired")
         keys = {"error": (), "skip": skip, "repair": (*skip, *repair)}[self.config.data.bad_examples]
         counts = {name: {key: getattr(found, key) for key in keys} for name, found in findings.items()}
-        return {"bad_examples": counts} if keys else {}
+        return {"data_counts": self.counts} | ({"bad_examples": counts} if keys else {})
 
 
 def metric_key(name: str, data: str) -> str:

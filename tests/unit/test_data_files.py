@@ -15,6 +15,7 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 
 from hvd_bert.config.command_line import override_argv, parse, to_argv
 from hvd_bert.config.settings import save
+from hvd_bert.data.counts import FileCounts
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Reading
 from hvd_bert.data.window_cutting import WindowOptions
@@ -171,7 +172,8 @@ def test_evaluation_scores_all_questions_with_a_text_as_answer(bad_file, make_qu
     assert [question.answer_starts for question in questions[:3]] == [(None,)] * 3
     assert questions[0].answer_texts == make_questions(1)[0].answer_texts
     assert (findings.mistakes, findings.left_out) == (MISTAKES, 4)
-    prepare(file, tokenizer, WindowOptions(32, 8))
+    table = prepare(file, tokenizer, WindowOptions(32, 8))
+    FileCounts(file.name, "validation", table.counts, table.findings, 30).warn()
     assert "4 left out, 5 scored by their answers' texts" in caplog.text
 
 
@@ -186,7 +188,8 @@ def test_repair_moves_answers_whose_text_occurs_once(bad_file, make_questions, t
         assert located[:2] == [expected[0], expected[2]] and len(located) + len(unlocated) == len(questions)
         assert findings.mistakes == {**MISTAKES, "misplaced answer": 2} and findings.left_out == left_out
         assert findings.repaired == 2
-        prepare(file, tokenizer, WindowOptions(32, 8))
+        table = prepare(file, tokenizer, WindowOptions(32, 8))
+        FileCounts(file.name, "training", table.counts, table.findings).warn()
         assert "2 questions had answers" in caplog.text and "character -2" in caplog.text
     for context, answer in (("a b b", "b"), ("a c", "b")):  # never a guess
         row = {"context": context, "question": "?", "answers": {"text": [answer], "answer_start": [0]}}
@@ -212,18 +215,20 @@ def test_training_skips_mistakes_and_windows_are_equal_on_all_nodes(bad_file, to
         tables.append(prepare(squad.open_file(bad_file, False, TRAINING), tokenizer, WindowOptions(32, 8)))
     assert all(table.batches == tables[0].batches and table.findings.mistakes == MISTAKES for table in tables)
     assert tables[0].counts.questions == 3
-    assert len(caplog.messages) == 3 and len(set(caplog.messages)) == 1
+    FileCounts("FILE", "training", tables[0].counts, tables[0].findings).warn()
+    assert len(caplog.messages) == 1
     for words in ("9 questions have mistakes", "misplaced answer: 4", "9 left out", "question 'q0' (data[0]"):
         assert words in caplog.messages[0]
 
 
 @pytest.mark.parametrize(("setting", "moved"), [("skip", 0), ("repair", 2)])
-def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path, setting, moved):  # noqa: F811
+def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path, caplog, capsys, setting, moved):  # noqa: F811
     files = ["--train_file", str(bad_file), str(tmp_path / "squad.json"), "--validation_file", str(bad_file)]
     flags = [*files, "--output_dir", str(tmp_path / "out")]
     with refused("--bad_examples skip"):
         train(base, *flags)
     train(base, *flags, "--bad_examples", setting, "--per_device_train_batch_size", "3")
+    assert "\r" not in capsys.readouterr().err, "no bar without a terminal"
     results = json.loads((tmp_path / "out" / "train_results.json").read_text())
     found = results["bad_examples"]
     assert [len(facts.pop("first_repaired", [])) for facts in found.values()] == [moved, moved]
@@ -233,4 +238,9 @@ def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path, setting
         "training": {"left_out": 9 - moved, "mistakes": mistakes, **repaired},
         "validation": {"left_out": 4, "mistakes": mistakes, **repaired},
     }
+    files = {name: list(counts) for name, counts in results["data_counts"].items()}
+    assert files == {"training": flags[1:3], "validation": [str(bad_file)]}
+    found = results["data_counts"]["validation"][str(bad_file)]
+    assert (found["questions"], found["shared_questions"], found["answers_above_max_length"]) == (8, 7, 0)
+    assert caplog.text.count("7 of 8 questions are also in the training data") == 1
     assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["total"] == 8

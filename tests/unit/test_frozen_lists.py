@@ -48,7 +48,7 @@ MODULES = {
     ".": "__main__ errors hub machine startup streams train version",
     "checkpoint": "files resume schedule",
     "config": "arguments command_line data data_files flag other_names parser settings strategies training",
-    "data": "batch_plan cache collate window_cutting window_table",
+    "data": "batch_plan cache collate counts window_cutting window_table",
     "data/sources": "entries files questions squad",
     "distributed": """
         devices events horovod_rendezvous horovod_world interfaces launch launchers logs mpi rendezvous

@@ -164,7 +164,7 @@ def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["windows.json", "windows.arrow", "sha256.json"])
+@pytest.mark.parametrize("name", ["windows.json", "windows.arrow", "questions.npy", "sha256.json"])
 @pytest.mark.parametrize("content", [*hostile.ALL, "pickle"])
 def test_a_damaged_cache_is_refused(tmp_path, tokenizer, make_questions, own_cache, name, content):
     source, options = squad.from_questions("small", make_questions(2)), WindowOptions(32, 8)

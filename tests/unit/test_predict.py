@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas
 import pytest
-from refusals import refused
+from refusals import check_refusal, refused
 from test_answerer import model, questions  # noqa: F401  # fixtures
 from test_world import make_world
 
@@ -155,6 +155,17 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
         assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
         assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in found.nbest]
         assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
+
+
+def test_warnings_count_the_questions_of_all_blocks_once(model, tmp_path, monkeypatch, caplog):  # noqa: F811
+    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 1)
+    texts = [("What is red?", "The box is red."), ("What is red? " * 90, "Ada."), ("Who?", "\u0e01" * 120)]
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"question": asked, "context": text}) + "\n" for asked, text in texts))
+    answered(model, "--input", file, "--output", tmp_path / "a.jsonl")
+    long, unknown = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    check_refusal(long, file, "1 of 3 questions", "--max_seq_length")
+    check_refusal(unknown, file, "%", "--model_name_or_path")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

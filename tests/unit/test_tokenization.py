@@ -127,10 +127,12 @@ def test_long_question_leaves_room_for_the_context_and_is_counted(tokenizer):
     ],
 )
 def test_windows_of_a_long_question_advance_by_a_quarter(tokenizer, tokens, length, stride, step):
-    rows, _ = to_windows(tokenizer, [ask("red " * 600, "red", "the " * tokens), ask("red")], length, stride)
+    rows, counts = to_windows(tokenizer, [ask("red " * 600, "red", "the " * tokens), ask("red")], length, stride)
     starts = [row["char_starts"][0] // 4 for row in rows if row["question"] == 0]
     size = rows[0]["context_end"] - rows[0]["context_start"]
     assert set(np.diff(starts)) == {step} and starts[-1] + size >= 600 > starts[-2] + size
+    crowded = size - stride < max(1, size // 4)
+    assert (counts.crowded_questions, counts.crowded_windows) == ((1, len(rows) - 1) if crowded else (0, 0))
 
 
 def test_leading_blanks_of_a_question_are_stripped(tokenizer):

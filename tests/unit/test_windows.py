@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from refusals import refused
+from refusals import check_refusal, refused
 
 from hvd_bert.data import window_cutting, window_table
+from hvd_bert.data.counts import FileCounts, count_shared, question_keys
 from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import WindowTable, check_lengths, prepare
 
@@ -57,7 +60,9 @@ def test_questions_of_joined_tables_are_numbered_consecutively(make_questions, t
     np.testing.assert_array_equal(joined.lengths, whole.lengths)
 
 
-@pytest.mark.parametrize(("name", "position"), [("windows.arrow", 0.8), ("windows.json", 0.5), ("sha256.json", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "position"), [("windows.arrow", 0.8), ("windows.json", 0.5), ("sha256.json", 0.2), ("questions.npy", 0.9)]
+)
 def test_a_flipped_bit_in_the_cache_is_not_trained_on(source, tokenizer, own_cache, name, position):
     prepare(source, tokenizer, SMALL)
     path = cached_table(own_cache)[0].with_name(name)
@@ -127,18 +132,88 @@ def test_max_samples_uses_the_first_questions(source, tokenizer, own_cache):
     assert rows(more) == rows(every)
 
 
-def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_questions, tokenizer, caplog):
-    context = "the " * 20 + "red " * 40
-    long_answer = squad.Question("a", "", context, "what?", ("red " * 39 + "red",), (80,))
-    long_question = squad.Question("b", "", context, "what " * 90, ("red",), (80,))
-    without_token = squad.Question("c", "", "the \x07 box", "what?", ("\x07",), (4,))
-    source = squad.from_questions("lossy", [long_answer, long_question, without_token, *make_questions(3)])
-    with caplog.at_level(logging.WARNING):
-        prepare(source, tokenizer, SMALL, leader=False)
-        assert not caplog.records
-        prepare(source, tokenizer, SMALL)
-    truncated, lost = [record.getMessage() for record in caplog.records]
-    assert truncated.startswith("lossy: 1 of 6 questions") and lost.startswith("lossy: 2 of 6 answers")
+# --- warnings ------------------------------------------------------------------------------------
+
+
+def ask(context: str, *answers: str, question: str = "what?", id_: str = "a") -> Question:
+    return Question(id_, "", context, question, answers, tuple(map(context.index, answers)))
+
+
+def warnings(tokenizer, caplog, questions: list[Question], purpose: str, **more: Any) -> list[str]:
+    table = prepare(squad.from_questions("FILE", questions), tokenizer, SMALL)
+    FileCounts("FILE", purpose, table.counts, table.findings, **{"max_answer_length": 30, **more}).warn()
+    assert all(message.startswith("FILE: ") for message in caplog.messages)
+    return caplog.messages
+
+
+COLOURS = "the box is red, the hall is green, the door is in the colour of the red box"
+TEXT = "the " * 20 + "red " * 40
+THAI, CHINESE = "\u0e02\u0e32\u0e22" * 40, "\u5317\u4eac" * 10
+LENGTH, LONGER, LANGUAGE = {"max_answer_length": 2}, {"max_answer_length": 39}, {"answer_language": "th"}
+EVERY = ("training", "validation", "prediction")
+WARNED = {
+    "truncated": (
+        EVERY,
+        [ask(TEXT, question="what " * 22)],
+        {},
+        ["1 of 1 question", "52 windows", "--max_seq_length"],
+    ),
+    "crowded": (EVERY, [ask(TEXT, question="what " * 20)], {}, ["1 of 1 questions", "52 windows", "--doc_stride"]),
+    "cut": (
+        EVERY,
+        [ask(TEXT, "red " * 39), ask(COLOURS, "red")],
+        {"max_answer_length": 39},
+        ["1 of 2 answers", "--doc_stride"],
+    ),
+    "no token": (EVERY, [ask("the \x07 box", "\x07")], {}, ["1 of 1 answers", "--doc_stride"]),
+    "unknown": (EVERY, [ask(THAI, THAI[:3])], LANGUAGE, ["100%", "1 of 1 answers", "--model_name"]),
+    "long word": (EVERY, [ask("the red " + "x" * 101, "red")], LANGUAGE, ["94%", "0 of 1 answers", "100 characters"]),
+    "answers": (EVERY[:1], [ask(COLOURS, "red", "green"), ask(COLOURS, "red")], {}, ["1 of 2", "examples.md"]),
+    "length": (
+        EVERY[1:2],
+        [ask(COLOURS, "box is red", "the box is red"), ask(COLOURS, "red", COLOURS[:14]), ask(COLOURS)],
+        LENGTH,
+        ["1 of 2 questions", "50.0%", "--max_answer_length 2,", "--max_answer_length 3 "],
+    ),
+    "spaces": (EVERY[1:2], [ask(CHINESE, question="what " * 4)], {}, ["1 of 1 questions", "--answer_language zh"]),
+    "shared": (EVERY[1:2], [ask(COLOURS, "red")], {"shared": 1}, ["1 of 1 questions", "training data"]),
+}
+
+
+@pytest.mark.parametrize("kind", WARNED)
+@pytest.mark.parametrize("purpose", EVERY)
+def test_each_kind_of_warning_names_its_number_and_remedy(make_tokenizer, caplog, kind, purpose):
+    purposes, questions, more, named = WARNED[kind]
+    tokenizer = make_tokenizer("the", "what", "is", "box", "red", "green", "hall", "door", "colour", "in", *CHINESE)
+    found = warnings(tokenizer, caplog, questions, purpose, **more)
+    assert len(found) == (purpose in purposes)
+    for message in found:
+        check_refusal(message, *named)
+
+
+REPEATS = [("red", "red"), ("red, the", "red"), ("hall is green", "green"), ("red box", "red")]
+
+
+@pytest.mark.parametrize("purpose", EVERY)
+def test_ordinary_files_give_no_warning(make_questions, tokenizer, caplog, purpose):
+    annotated = [ask(COLOURS, *answers) for answers in REPEATS]
+    assert not warnings(tokenizer, caplog, [*make_questions(9, unanswered_every=3), *annotated], purpose)
+    assert not warnings(tokenizer, caplog, [ask(COLOURS, COLOURS[:14])], purpose, max_answer_length=4)
+    assert not warnings(tokenizer, caplog, [ask("x" * 40)], purpose, answer_language="zh")
+
+
+def test_shared_questions_have_an_id_and_text_or_a_context_and_text_in_common(make_questions):
+    questions = make_questions(6)
+    changed = [
+        replace(questions[0], context="Another."),
+        replace(questions[1], id="new", context=questions[1].context.replace(" ", "  ").upper()),
+        replace(questions[2], question="Where?"),
+        replace(questions[3], id="new", context="Another."),
+        replace(questions[4], id="line 5", context="Another."),
+    ]
+    keys = question_keys([*questions[:4], replace(questions[4], id="line 5")])
+    assert [count_shared(question_keys([question]), keys) for question in changed] == [1, 1, 0, 0, 0]
+    assert count_shared(question_keys(changed), keys) == 2 and count_shared(keys, question_keys([])) == 0
 
 
 # --- the cache -------------------------------------------------------------------------------------
