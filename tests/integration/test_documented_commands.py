@@ -86,6 +86,8 @@ def clone(
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
         rows = [{"sentence": f"The box {n} is red.", "label": n % 2} for n in range(count)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [{"question": question.question, "context": question.context} for question in make_questions(2)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     (folder / "images.jsonl").write_text(json.dumps({"pixels": [0] * 64}) + "\n")
     (folder / "digits.py").write_text(documented.custom_task())
     (folder / "models").mkdir()

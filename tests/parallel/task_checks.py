@@ -112,3 +112,19 @@ def custom_task_ends_well(ranks: Ranks) -> None:
     words += [f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else []), "--eval_strategy=no"]
     words += [f"--output_dir={ranks.folder / 'digits'}", f"--per_device_train_batch_size={64 // ranks.world.size}"]
     assert run(ranks.world, words) == 0
+
+
+@check
+def several_answers_end_well(ranks: Ranks) -> None:
+    folder, texts = ranks.folder, ("red", "green")
+    if ranks.world.rank == 0:
+        lists = [
+            {"question": "What colour?", "context": PASSAGE * (1 + i % 2)}
+            | {"answers": {"text": texts[: i % 3], "answer_start": [*map(PASSAGE.index, texts)][: i % 3]}}
+            for i in range(TEXTS)
+        ]
+        (folder / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists))
+    ranks.world.allgather(None)
+    words = ["--task=several_answers:SeveralAnswers", "--max_seq_length=32"]
+    words += [f"--{name}_file={folder}/lists.jsonl" for name in ("train", "validation")]
+    assert run(ranks.world, override_argv(flags(ranks, "several"), words)) == 0

@@ -209,11 +209,25 @@ def test_classification_equals_that_of_one_rank(launch: Launch, alone: Launch) -
 
 
 @horovod_worlds
-def test_losses_of_a_custom_task_equal_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+@pytest.mark.parametrize(
+    ("check", "run", "steps"),
+    [
+        ("custom_task_ends_well", "digits", 23),
+        ("several_answers_end_well", "several", task_checks.STEPS),
+    ],
+)
+def test_losses_of_a_custom_task_equal_those_of_one_rank(
+    launch: Launch, alone: Launch, check: str, run: str, steps: int
+) -> None:
+    _compare_losses(launch, alone, check, run, steps)
+
+
+def _compare_losses(launch: Launch, alone: Launch, check: str, run: str, steps: int) -> None:
     for one in (launch, alone):
-        one.expect("custom_task_ends_well")
-    found, expected = ([line["loss"] for line in resuming.rows(one.folder / "digits")[:-1]] for one in (launch, alone))
-    assert len(found) == 23 and expected[-1] < expected[0]
+        one.expect(check)
+    lines = [resuming.rows(one.folder / run) for one in (launch, alone)]
+    found, expected = ([line["loss"] for line in some if "loss" in line] for some in lines)
+    assert len(found) == steps and expected[-1] < expected[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The text classification example, which is a custom task, and the guide's variations of it."""
+"""The examples of custom tasks for texts and tokens, and the guide's variations of them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 WORDS = ("red", "green", "box of the box", "what is in the box of the red box ?")
 CLASSES = ("yes", "no", "maybe")
 ROWS = [{"sentence1": WORDS[i % 4], "sentence2": WORDS[i // 4], "label": CLASSES[i % 3]} for i in range(12)]
+SEVERAL = "several_answers:SeveralAnswers"
+LONG = "What is in the box ? " * 5
+LISTS = [
+    {"question": "what ?", "context": context, "answers": {"text": texts, "answer_start": starts}}
+    for context, texts, starts in (
+        ("red green box", ["red", "green"], [0, 4]),
+        ("what is green", [], []),
+        (f"{LONG}the red box {LONG}", [f"red box {LONG}".strip()], [len(LONG) + 4]),
+        (f"{LONG}green {LONG}box", ["green", "box"], [len(LONG), 2 * len(LONG) + 6]),
+    )
+]
 FILES = ("--train_file=train.jsonl", "--validation_file=train.jsonl")
 
 
@@ -212,6 +223,7 @@ def test_labels_and_columns_of_csv(workdir):
     [
         ("similarity:Similarity", [row | {"label": float(i)} for i, row in enumerate(ROWS)]),
         ("tagger:Tagger", [{"words": ["the", "reddish"], "tags": ["O", "HUE"]}, {"words": ["is"], "tags": ["O"]}]),
+        (SEVERAL, LISTS),
     ],
 )
 def test_variations_of_the_guide(workdir, task, rows):
@@ -220,9 +232,29 @@ def test_variations_of_the_guide(workdir, task, rows):
     found, other = packed.evaluate(packed.model), padded.evaluate(padded.model)
     assert found.metrics == pytest.approx(other.metrics, abs=1e-5) and set(found.metrics) == set(packed.metrics)
     expected = found.files["eval_predictions.json"]
-    column = "tags" if "tags" in rows[0] else "prediction"
-    written = [row[column] for row in predicted(saved(packed), "train.jsonl", task)]
-    assert written == (expected["tags"] if column == "tags" else pytest.approx(expected, abs=1e-5))
+    expected = expected if isinstance(expected, dict) else {"prediction": pytest.approx(expected, abs=1e-5)}
+    written = predicted(saved(packed), "train.jsonl", task)
+    assert {column: [row[column] for row in written] for column in expected} == expected
+
+
+def test_several_answers_are_tagged_in_overlapping_windows(workdir, tokenizer):
+    write("train.jsonl", *LISTS)
+    task = made("--max_seq_length=32", "--max_eval_samples=4", task=SEVERAL)
+    pairs = [[row[name] for row in LISTS] for name in ("question", "context")]
+    cut = tokenizer(*pairs, truncation="only_second", max_length=32, stride=5, return_overflowing_tokens=True)
+    texts, labels = task.dev.collate(np.arange(len(task.dev)))
+    assert texts.input_ids[0].tolist() == [token for window in cut["input_ids"] for token in window]
+    outputs = torch.stack([labels.clamp(min=0), labels], -1)
+    expected = {"prediction": [row["answers"]["text"] for row in LISTS]}
+    expected |= {"prediction_start": [row["answers"]["answer_start"] for row in LISTS]}
+    assert task.predictions(outputs) == expected and task.score(outputs) == {"f1": 1.0, "exact_match": 1.0}
+    outputs[..., 0] = 0  # the tag O
+    assert task.score(outputs) == {"f1": 0.0, "exact_match": 0.25}
+    with refused("--train_file", "weights"):
+        made(task=SEVERAL, files=["--train_file=train.jsonl:2"])
+    write("train.jsonl", LISTS[0] | {"context": "red green red", "answers": {"text": ["green", "red"]}})
+    with refused("--train_file", "answer_start"):
+        made(task=SEVERAL)
 
 
 @pytest.mark.parametrize("kind", [EsmConfig, LayoutLMConfig])
