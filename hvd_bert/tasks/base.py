@@ -65,6 +65,7 @@ class Task(ABC):
 
     Attributes:
         unit: Name of the examples in messages. The code says "window" for all tasks.
+        trained_as: The value of --task for the trained model, if another task evaluates it and answers with it.
         metrics: Name of each metric for --metric_for_best_model and reports -> "max" if higher is better, else "min".
             `evaluate` returns these metrics. The first is the default. The constructor may set them.
         model: The model, initially on the CPU. Its weights are equal on all ranks.
@@ -79,6 +80,7 @@ class Task(ABC):
     """
 
     unit: ClassVar[str] = "windows"
+    trained_as: ClassVar[str | None] = None
     metrics: Mapping[str, Literal["max", "min"]] = {"eval_loss": "min"}
     model: nn.Module
     tokenizer: Any = None
@@ -180,9 +182,9 @@ class Task(ABC):
 
 
 def task_name(task: type[Task]) -> str:
-    """Return the value of --task by which other commands can import `task`, even if a script defines it."""
+    """Return the value of --task for commands that use the trained model, even if a script defines `task`."""
     script = task.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None)
-    return f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
+    return task.trained_as or f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
 
 
 def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:

@@ -30,8 +30,9 @@ NEEDS = {
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces these names
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
-    # test_custom_task.py and tests/parallel train examples/mnist_rnn.py.
-    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn)",
+    # test_custom_task.py and tests/parallel train examples/mnist_rnn.py, tests/parallel examples/distillation.py.
+    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn"
+    r"|distillation|runs/student)",
 }
 PREPARES = ("source ", "export ")
 

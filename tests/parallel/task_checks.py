@@ -19,9 +19,12 @@ from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.predict.__main__ import parse_flags
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.tools.doctor import __main__ as doctor
+from hvd_bert.training import api
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
+from distillation import Distillation  # noqa: E402  # in the folder above
+
 TASK = "text_classification:TextClassification"
 TEXTS = 17  # the second step of an epoch has only one text
 STEPS = 5
@@ -112,6 +115,15 @@ def custom_task_ends_well(ranks: Ranks) -> None:
     words += [f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else []), "--eval_strategy=no"]
     words += [f"--output_dir={ranks.folder / 'digits'}", f"--per_device_train_batch_size={64 // ranks.world.size}"]
     assert run(ranks.world, words) == 0
+
+
+@check_every_strategy
+def distillation_ends_well(ranks: Ranks) -> None:
+    """Distil the model of `whole_run_ends_well` into a new one."""
+    Distillation.teacher_name = str(ranks.folder / "run")
+    words = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size, "--seed", 2, "--max_steps", STEPS]
+    words += ["--logging_steps", 1, "--max_eval_samples", 5, "--output_dir", ranks.folder / "distilled"]
+    api.run(sample(*words), ranks.world, own=Distillation)
 
 
 @check

@@ -222,6 +222,10 @@ def test_losses_of_a_custom_task_equal_those_of_one_rank(
     _compare_losses(launch, alone, check, run, steps)
 
 
+def test_losses_of_distillation_equal_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+    _compare_losses(launch, alone, "distillation_ends_well", "distilled", task_checks.STEPS)
+
+
 def _compare_losses(launch: Launch, alone: Launch, check: str, run: str, steps: int) -> None:
     for one in (launch, alone):
         one.expect(check)

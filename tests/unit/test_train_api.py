@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -17,11 +18,17 @@ import documented
 import numpy as np
 import pytest
 import torch
+from distillation import Distillation, main
 from refusals import refused
+from test_world import make_world
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import BertConfig, BertForQuestionAnswering
 
-from hvd_bert import Callback, train
+from hvd_bert import Callback, QuestionAnswerer, train
+from hvd_bert.config.command_line import parse
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hvd_bert.storage import locks
+from hvd_bert.tasks.base import load_task
 
 PROGRAM: dict[str, Any] = {"__name__": "digits"}
 exec(documented.custom_task(), PROGRAM)
@@ -177,3 +184,49 @@ def test_training_in_another_thread_than_the_main_thread(tmp_path: Path, whole: 
             thread.submit(start, tmp_path / "failing", lambda: 1 / 0).result()
     assert process_state() == before
     assert calls[1:-1] == whole[1:-1]
+
+
+def test_student_of_a_teacher_is_an_ordinary_model(
+    tmp_path, tokenizer, make_tokenizer, make_questions, write_squad, monkeypatch
+):
+    name, file = str(tmp_path / "teacher"), write_squad(make_questions(6))
+    monkeypatch.setattr(Distillation, "teacher_name", name)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(tokenizer), initializer_range=1.0, **shape)
+    teacher = BertForQuestionAnswering(config).eval()
+    for part in (teacher, tokenizer):
+        part.save_pretrained(name)
+    words = [f"config_name={name}", f"train_file={file}", f"validation_file={file}", "max_seq_length=64", "dropout=0"]
+    words += ["doc_stride=8", "strategy=none", "num_threads=1", "max_steps=2", "global_batch=6"]
+
+    for padding in ("none", "longest"):
+        task = load_task(parse([f"--{word}" for word in (*words, f"padding={padding}")]), make_world(), Distillation)
+        losses = task.losses(task.model, task.batch(np.arange(6)))
+        student, table = BertForQuestionAnswering(config).eval(), task.train.windows
+        student.load_state_dict(task.model.state_dict())
+        for window, loss in enumerate(losses):
+            ids = torch.tensor(table.lists("input_ids", [window])[0])[None].long()
+            types = (torch.arange(ids.shape[1]) >= table.column("context_start")[window])[None].long()
+            expected = 0.0
+            for side, position in (("start", "start_position"), ("end", "end_position")):
+                own, others = (model(ids, token_type_ids=types)[f"{side}_logits"] for model in (student, teacher))
+                answer = torch.tensor([table.column(position)[window]]).long()
+                soft = kl_div((own / 2).log_softmax(-1), (others / 2).softmax(-1), reduction="sum")
+                expected += 0.25 * cross_entropy(own, answer) + 0.25 * 2**2 * soft
+            torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+        losses.sum().backward()
+        assert all(weights.grad is None for weights in task.teacher.parameters())
+
+    main(name, *words, f"output_dir={tmp_path / 'student'}")
+    qa = QuestionAnswerer(tmp_path / "student")
+    assert qa.model.state_dict().keys() == teacher.state_dict().keys()
+    evaluated = json.loads((tmp_path / "student" / "eval_predictions.json").read_text())
+    assert [answer.text for answer in qa.answers(task.dev.questions)] == [*evaluated.values()]
+    learned = json.loads((tmp_path / "student" / "train_results.json").read_text())["work"]
+    assert {"the teacher", "the distillation"} < learned.keys() and learned["--task"] == "question-answering"
+
+    make_tokenizer("box").save_pretrained(tmp_path / "other")
+    with refused(f"tokenizer_name={name}", tmp_path / "other"):
+        main(name, *words, f"tokenizer_name={tmp_path / 'other'}", f"output_dir={tmp_path / 'refused'}")
+    with refused("TEACHER"):
+        main()
