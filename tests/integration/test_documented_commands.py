@@ -29,7 +29,7 @@ NEEDS = {
     "model": r".*export_onnx",  # tests/unit/test_card.py runs it
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces these names
     "ray": r".*ray_train",  # test_programs.py runs it
-    "server": r"tensorboard|hf upload\b",
+    "server": r"tensorboard|hf upload\b|.*answer_server|curl ",  # test_programs.py starts the server
     # test_custom_task.py and tests/parallel train examples/mnist_rnn.py, tests/parallel examples/distillation.py.
     "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn"
     r"|distillation|runs/student)",

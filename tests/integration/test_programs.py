@@ -1,18 +1,25 @@
-"""Programs that train in a process group, in a thread, or under submitit, `spawn` or Ray (programs.py)."""
+"""Programs that train in a process group, in a thread, or under submitit, `spawn` or Ray (programs.py), or answer."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import programs
 import pytest
 from commands import losses, printed, skip_without
-from launch import REPOSITORY, Outcome, launcher, run
+from launch import REPOSITORY, Outcome, environment, launcher, run
+from processes import started
 
+from hvd_bert import QuestionAnswerer
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 
 pytestmark = pytest.mark.integration
@@ -87,3 +94,43 @@ def test_ray(tmp_path: Path, horovodruns: list[float]) -> None:
     assert sums == ["2.0", "2.0"], "the group of Ray Train must remain"
     for folder in (tmp_path, tmp_path / "actors"):
         check(folder, horovodruns)
+
+
+def test_server_of_answers(baseline: Path) -> None:
+    """Unusable questions are refused with the reason, while others are answered. The server ends at SIGTERM."""
+    pytest.importorskip("fastapi", reason="needs env/setup.sh --dev")
+    command = [sys.executable, REPOSITORY / "examples" / "answer_server.py", baseline, "--port", "0"]
+    text = "The box is red. The river in the north is blue."
+    first, second = ({"question": f"What colour has the {thing}?", "context": text} for thing in ("box", "river"))
+    asked = [first, second | {"top_k": 2}, first | {"context": " "}, {"question": "Who?"}]
+
+    def reply(path: str, body: Any = None) -> tuple[int, Any]:
+        data = json.dumps(body).encode() if body else None
+        try:
+            with urlopen(Request(address + path, data, {"Content-Type": "application/json"}), timeout=60) as response:
+                return response.status, json.load(response)
+        except HTTPError as error:
+            return error.code, json.load(error)["detail"]
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with started(command, env=environment(), **pipes) as server, ThreadPoolExecutor(16) as clients:
+        log = ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log)):
+            line = server.stdout.readline()
+            assert line, log
+            log += line
+        address = found[0]
+        replies = [*clients.map(reply, ["/answer"] * 16, asked * 4)]
+        _, health = reply("/health")
+        server.terminate()
+    qa = QuestionAnswerer(baseline)
+    expected = [[qa(first)], qa(second, top_k=2)] * 8
+    assert [status for status, _ in replies] == [200, 200, 422, 422] * 4
+    for (status, content), answers in zip(replies, expected, strict=True):
+        if status == 200:
+            given = content if isinstance(content, list) else [content]
+            assert [(each["answer"], each["start"]) for each in given] == [(each.text, each.start) for each in answers]
+        else:
+            assert "context" in str(content)
+    assert health == {"model": str(baseline), "device": "cpu", "questions": 8, "batches": health["batches"]}
+    assert health["batches"] in range(1, 9)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import multiprocessing
 import pickle
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,3 +276,39 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
     with refused(*named):
         QuestionAnswering(parse([*flags, "--no_do_train"]), make_world())
     QuestionAnswering(parse(flags), make_world())
+
+
+def test_questions_that_arrive_during_a_batch_share_the_next_one(qa, questions):
+    pytest.importorskip("fastapi", reason="needs env/setup.sh --dev")
+    from answer_server import Batches
+
+    started, arrived, sizes = threading.Event(), threading.Event(), []
+
+    class Slow:
+        """Begins its first batch, then waits for more questions. Fails for the sixth question."""
+
+        def answers(self, batch):
+            sizes.append(len(batch))
+            started.set()
+            assert arrived.wait(60)
+            if questions[5] in batch:
+                raise MemoryError
+            return qa.answers(batch)
+
+    async def ask():
+        batches = Batches(Slow(), size=4)
+        running = asyncio.create_task(batches.run())
+        asked = [asyncio.create_task(batches.answer(questions[0]))]
+        await asyncio.to_thread(started.wait, 60)
+        asked += [asyncio.create_task(batches.answer(question)) for question in questions[1:9]]
+        await asyncio.sleep(0)  # all of them are waiting now
+        asked[8].cancel()
+        arrived.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        running.cancel()
+        return found, batches.questions
+
+    found, count = asyncio.run(ask())
+    assert (sizes, count) == ([1, 4, 4], 5)
+    same([*found[:5]], [*qa.answers(questions[:5])])
+    assert [type(error) for error in found[5:]] == [MemoryError] * 3 + [asyncio.CancelledError]

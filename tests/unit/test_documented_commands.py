@@ -25,7 +25,8 @@ SCRIPTS = [
     str(path.relative_to(REPOSITORY)) for folder in ("scripts", "env") for path in REPOSITORY.glob(f"{folder}/*.sh")
 ]
 PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hf", "hvd-bert", "mkdocs", "module"}
-PROGRAMS |= {"mpirun", "mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard", "torchrun"}
+PROGRAMS |= {"mpirun", "mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard"}
+PROGRAMS |= {"curl", "torchrun"}
 # Appends the program and its arguments to $RECORD, separated by control characters.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
