@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from hvd_bert.config.data import DataArguments
+from hvd_bert.config.data import ANSWERING, DataArguments
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.window_table import WindowTable
@@ -73,7 +73,8 @@ def _read(ids: Ids, copies: list[torch.Tensor], copied: torch.cuda.Event | None)
 
 def span_options(data: DataArguments) -> SpanOptions:
     """Return the settings for extracting answers, a subset of the data arguments."""
-    return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
+    names = {field.name for field in dataclasses.fields(SpanOptions)}
+    return SpanOptions(**{name: getattr(data, name) for name in ANSWERING if name in names})
 
 
 def span_outputs(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

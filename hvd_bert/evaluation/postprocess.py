@@ -1,7 +1,8 @@
 """Converts logits to answers: finds the n best spans of each question from the logits of its windows.
 
 The rules and the entries of the output files are those of `postprocess_qa_predictions` in transformers' run_qa example,
-except for the search. run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends,
+except for two. A span that several windows contain is one candidate, with its higher score; run_qa lists it once per
+window. And the search differs: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends,
 and can miss a good span (a start outside the top 20 with a very high end). Here every pair within `max_answer_length`
 is scored, as a banded (T, max_answer_length) matrix for T context tokens. So the result is exact, and run_qa's search
 approximates it.
@@ -28,6 +29,7 @@ FloatArray = npt.NDArray[np.float32]
 _Columns = npt.NDArray[np.float64]  # n candidates, [5, n]: score, start and end character, start and end logit
 _Row = tuple[float, int | None, int | None, float, float]  # one candidate; None, None: "no answer"
 _NO_ANSWER: _Row = (0.0, None, None, 0.0, 0.0)
+_LOWEST = np.finfo(np.float32).min
 
 # Null odds of a question without any span. Above all thresholds and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
@@ -41,6 +43,7 @@ class SpanOptions:
     max_answer_length: int = 30  # tokens
     version_2_with_negative: bool = False
     null_score_diff_threshold: float = 0.0  # v2.0: the answer is "" if the null odds exceed this
+    distinct_texts: bool = False  # of spans with the same text, only the best is a candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
 
     A candidate is a start and an end in the context of one window, with end >= start and at most `max_answer_length`
     tokens. Its score is the sum of the two logits. The n best are the `n_best_size` best candidates over all windows
-    of a question. Equal texts from two windows or two spans are two entries, as in run_qa.
+    of a question. A span that is in several windows has its highest score. Equal texts of two spans are two candidates,
+    unless `distinct_texts`.
 
     v1.1: the best candidate is the answer. v2.0: the score of "no answer" is the minimum of start[CLS] + end[CLS] over
     the windows. "No answer" (text "") is sorted into the n best by its score; if its score is too low, it is the last
@@ -118,12 +122,12 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
         start_logit, end_logit = window.start_logits[0], window.end_logits[0]
         nulls.append((float(start_logit + end_logit), None, None, float(start_logit), float(end_logit)))
         if len(window.char_starts):
-            candidates.append(_best_candidates(window, options))
+            candidates.append(_best_candidates(window, questions[window.question].context, options))
     return [_answer(q, *of_question, options) for q, of_question in zip(questions, found, strict=True)]
 
 
 def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[_Row], options: SpanOptions) -> Answer:
-    rows = _best(np.concatenate(candidates, axis=1), options.n_best_size) if candidates else []
+    rows = _best(np.concatenate(candidates, axis=1), question.context, options) if candidates else []
     is_answered, null_odds = bool(rows), None
     if options.version_2_with_negative:
         null = min(nulls, key=lambda row: (row[0], *row[3:]), default=_NO_ANSWER)  # of all windows, as in run_qa
@@ -156,18 +160,27 @@ def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
     return [*rows[:rank], null, *rows[rank:]]
 
 
-def _best(candidates: _Columns, count: int) -> list[_Row]:
-    """Return the `count` best candidates, best first."""
+def _best(candidates: _Columns, text: str, options: SpanOptions) -> list[_Row]:
+    """Return the `n_best_size` best different candidates, best first. `text`: the context."""
     score, start, end, start_logit, _ = candidates
     # -start_logit, the key of lowest priority, orders only duplicates of a span from two windows.
-    order = np.lexsort((-start_logit, end, start, -score))[:count]
-    return [(score, int(start), int(end), *logits) for score, start, end, *logits in candidates[:, order].T.tolist()]
+    order = np.lexsort((-start_logit, end, start, -score))
+    best: dict[str | tuple[int, int], _Row] = {}
+    for score, start, end, *logits in candidates[:, order].T.tolist():
+        place = int(start), int(end)
+        key = text[slice(*place)] if options.distinct_texts else place
+        if key not in best:
+            best[key] = (score, *place, *logits)
+            if len(best) == options.n_best_size:
+                break
+    return [*best.values()]
 
 
-def _best_candidates(window: WindowLogits, options: SpanOptions) -> _Columns:
+def _best_candidates(window: WindowLogits, text: str, options: SpanOptions) -> _Columns:
     """Return a window's candidates that may be among the n best of its question, unordered. Requires T >= 1.
 
     Includes all candidates that tie with the n-th best, since ties are broken over all windows of the question.
+    `text`: the context.
     """
     num_tokens = len(window.char_starts)
     context = slice(window.context_start, window.context_start + num_tokens)
@@ -180,12 +193,19 @@ def _best_candidates(window: WindowLogits, options: SpanOptions) -> _Columns:
     length = min(options.max_answer_length, num_tokens)
     padded_ends = np.concatenate((ends, np.full(length - 1, -np.inf, dtype=np.float32)))
     scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded_ends, length)).ravel()
-    count = min(options.n_best_size, scores.size)
-    floor = np.partition(scores, scores.size - count)[scores.size - count]
-    chosen = np.flatnonzero((scores >= floor) & (scores > -np.inf))
-    first, extra = np.divmod(chosen, length)
-    last = first + extra
-    char_starts, char_ends = window.char_starts[first], window.char_ends[last]
+    count, different = options.n_best_size, 0
+    while different < options.n_best_size:  # once, unless texts repeat or tokens share their characters (emoji)
+        count = min(count, scores.size)
+        floor = np.partition(scores, scores.size - count)[scores.size - count]
+        chosen = np.flatnonzero(scores >= max(floor, _LOWEST))  # without spans of -inf
+        first, extra = np.divmod(chosen, length)
+        last = first + extra
+        char_starts, char_ends = window.char_starts[first], window.char_ends[last]
+        places = zip(char_starts.tolist(), char_ends.tolist(), strict=True)
+        different = len({text[slice(*place)] for place in places} if options.distinct_texts else set(places))
+        if count == scores.size:
+            break
+        count *= 2
     return np.stack((scores[chosen], char_starts, char_ends, starts[first], ends[last]), dtype=np.float64)
 
 

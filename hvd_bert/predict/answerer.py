@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -28,7 +29,7 @@ from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.data.window_table import check_lengths, in_memory
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
-from hvd_bert.evaluation.postprocess import Answer, answers_of
+from hvd_bert.evaluation.postprocess import Answer, SpanOptions, answers_of
 from hvd_bert.model.bert import load_model
 from hvd_bert.model.families import check_precision, find_family, max_tokens
 from hvd_bert.model.layers import place
@@ -108,25 +109,28 @@ class QuestionAnswerer:
 
         If one argument is a list, the other may be a single text, which is then used for each element. Without
         `context`, `question` is `{"question": ..., "context": ...}` or a list of such dicts. With `top_k`, each Answer
-        is replaced by a list of the best Candidates, at most `top_k` and at most `n_best_size`.
+        is replaced by a list of the best Candidates with different texts, at most `top_k`.
         """
         check_types(locals(), get_type_hints(QuestionAnswerer.__call__))
         require(top_k is None or top_k >= 1, f"top_k {top_k}: must be at least 1.")
         single = isinstance(question, Mapping) or (isinstance(question, str) and isinstance(context, str))
-        answers = list(self.answers(_questions(question, context)))
+        options = self.span_options
+        if top_k is not None:
+            options = replace(options, n_best_size=max(options.n_best_size, top_k), distinct_texts=True)
+        answers = list(self.answers(_questions(question, context), options))
         found = answers if top_k is None else [list(answer.nbest[:top_k]) for answer in answers]
         return found[0] if single else found
 
-    def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
+    def answers(self, questions: Iterable[Question], options: SpanOptions | None = None) -> Iterator[Answer]:
         """Yield the answers in the order of the questions. Does not check the questions' texts.
 
         Logs each kind of warning about the questions once.
         """
         for block in blocks(questions):
-            yield from self.answer_block(block)
+            yield from self.answer_block(block, options)
         FileCounts("the questions", "prediction", self.counts).warn(self._told)
 
-    def answer_block(self, block: Sequence[Question]) -> list[Answer]:
+    def answer_block(self, block: Sequence[Question], options: SpanOptions | None = None) -> list[Answer]:
         """Answer questions whose windows all fit into memory. Windows of similar length share a batch."""
         windows = in_memory(block, self._window_tokenizer)
         self.counts += windows.counts
@@ -140,7 +144,7 @@ class QuestionAnswerer:
             self.precision,
         )
         logits = window_logits(windows, ((ids, values) for ids, _, values in batches))
-        return answers_of(block, logits, self.span_options)
+        return answers_of(block, logits, options or self.span_options)
 
 
 def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:

@@ -82,6 +82,13 @@ def test_dictionaries_and_top_k_as_in_transformers_pipeline(qa, questions):
     assert found == [first.text, first.start, first.end, first.score]
     assert qa(asked[0], top_k=2) == list(first.nbest[:2])
     assert [[best["answer"] for best in top] for top in qa(asked, top_k=1)] == [[a.nbest[0].text] for a in answers]
+    repeated = {"question": "Who?", "context": " ".join(["The box is red. The hall is green."] * 9)}
+    places = [(candidate.start, candidate.end) for candidate in qa(repeated).nbest]
+    assert len(set(places)) == len(places) == SETTINGS["n_best_size"]
+    for top_k in (SETTINGS["n_best_size"], 12):
+        top = qa(repeated, top_k=top_k)
+        assert len({candidate.text for candidate in top}) == len(top) == top_k
+        assert top[0].text == qa(repeated).text
     with refused("top_k 0"):
         qa(asked[0], top_k=0)
 

@@ -21,9 +21,9 @@ V2 = {"version_2_with_negative": True}
 Case = tuple[list[Question], list[WindowLogits], SpanOptions]
 
 
-def question(num_words: int, id_: str = "q") -> Question:
-    """Make a question whose context is "w0 w1 w2 ...", one token per word."""
-    context = " ".join(f"w{i}" for i in range(num_words))
+def question(num_words: int, id_: str = "q", different: int = 100) -> Question:
+    """Make a question whose context is "w0 w1 w2 ...", one token per word, with so many `different` words."""
+    context = " ".join(f"w{i % different}" for i in range(num_words))
     return Question(id=id_, title="", context=context, question="?", answer_texts=(), answer_starts=())
 
 
@@ -58,10 +58,12 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
                     start = float(w.start_logits[w.context_start + s])
                     end = float(w.end_logits[w.context_start + e])
                     spans.append((-(start + end), int(w.char_starts[s]), int(w.char_ends[e]), -start, end))
-    spans.sort()
+    best: dict[Any, Any] = {}
+    for span in sorted(spans):
+        best.setdefault(q.context[span[1] : span[2]] if options.distinct_texts else span[1:3], span)
     listed: list[dict[str, Any]] = [
         {"text": q.context[a:b], "start_logit": -start, "end_logit": end, "score": -score, "span": (a, b)}
-        for score, a, b, start, end in spans[: options.n_best_size]
+        for score, a, b, start, end in [*best.values()][: options.n_best_size]
     ]
     text, null_odds = (listed[0]["text"] if listed else ""), None
     if options.version_2_with_negative:
@@ -105,19 +107,23 @@ def cases(draw: st.DrawFn) -> Case:
     grid = st.integers(-4, 4).map(lambda n: n / 2)
     questions, windows = [], []
     for index in range(draw(st.integers(1, 6))):
-        q = question(draw(st.integers(0, 9)), f"q{index}")
+        q = question(draw(st.integers(0, 9)), f"q{index}", draw(st.sampled_from([2, 100])))
         num_words = len(q.context.split())
         size = draw(st.integers(1, 9))
         for first in range(0, max(1, num_words), draw(st.integers(1, size))):
             num = min(size, num_words - first)
             starts, ends = (draw(st.lists(grid, min_size=num, max_size=num)) for _ in "se")
             windows.append(window(q, first, starts, ends, draw(st.tuples(grid, grid)), index))
+            if draw(st.booleans()):  # neighboring tokens share their characters, as the bytes of an emoji
+                for offsets in (windows[-1].char_starts, windows[-1].char_ends):
+                    offsets[1::2] = offsets[: num - num % 2 : 2]
         questions.append(q)
     options = SpanOptions(
         n_best_size=draw(st.sampled_from([1, 2, 3, 20])),
         max_answer_length=draw(st.sampled_from([1, 2, 4, 30])),
         version_2_with_negative=draw(st.booleans()),
         null_score_diff_threshold=draw(st.sampled_from([-1.0, 0.0, 1.5])),
+        distinct_texts=draw(st.booleans()),
     )
     return questions, windows, options
 
