@@ -1,11 +1,11 @@
 """Converts logits to answers: finds the n best spans of each question from the logits of its windows.
 
 The rules and the entries of the output files are those of `postprocess_qa_predictions` in transformers' run_qa example,
-except for two. A span that several windows contain is one candidate, with its higher score; run_qa lists it once per
-window. And the search differs: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends,
-and can miss a good span (a start outside the top 20 with a very high end). Here every pair within `max_answer_length`
-is scored, as a banded (T, max_answer_length) matrix for T context tokens. So the result is exact, and run_qa's search
-approximates it.
+except for the search and for spans in several windows. run_qa pairs the `n_best_size` highest starts of a window with
+its `n_best_size` highest ends, and can miss a good span (a start outside the top 20 with a very high end). Here every
+pair within `max_answer_length` is scored, as a banded (T, max_answer_length) matrix for T context tokens. So the result
+is exact, and run_qa's search approximates it. A span in several windows is one candidate, with its highest score, where
+run_qa lists it once per window.
 
 Among spans of equal score, the earliest wins, then the shortest, so that the result does not depend on the order of
 the windows or the number of ranks.

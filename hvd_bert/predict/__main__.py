@@ -6,7 +6,7 @@
 
 With --output, all ranks of any launcher share the questions or rows. The file appears once it is complete.
 
-Exit status: 0 predicted, 1 failure, 2 bad input.
+Exit status: 0 predicted, 1 failure, 2 bad input; also if some rows cannot be answered, after the others are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hvd_bert.config.command_line import add_flag, trained_settings
 from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
-from hvd_bert.config.parser import HelpFormatter, Limits, Parser, name_or_path
+from hvd_bert.config.parser import HelpFormatter, Limits, Parser, add_number, name_or_path
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, find_launcher
 from hvd_bert.errors import UserError
@@ -100,14 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
         " answers)",
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing --output FILE. (default: False)")
-    parser.add_argument(
-        "--n_best",
-        metavar="N",
-        type=int,
-        limits=Limits(minimum=0),
-        help="Candidates per answer in the file; 0: leave them out. (default: all of --n_best_size)",
-    )
-    for name in ("question_column", "context_column", "answer_column", "cpu_kernels", "per_device_eval_batch_size"):
+    replacing = "Replace columns of --input that have names of predictions. (default: False)"
+    parser.add_argument("--overwrite_columns", action="store_true", help=replacing)
+    add_number(parser, "--n_best", 0, "Candidates per answer in the file.", Limits(minimum=0))
+    for name in ("question_column", "context_column", "answer_column"):
+        add_flag(parser, name, None, f"as trained, else {FLAGS[name].default}")
+    for name in ("cpu_kernels", "per_device_eval_batch_size"):
         add_flag(parser, name, FLAGS[name].default, FLAGS[name].shown_default)
     for name in (name for name in ANSWERING if name != SWITCH):
         add_flag(parser, name, None, "as trained, else at most 384" if name == "max_seq_length" else "as trained")

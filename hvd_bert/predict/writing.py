@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,19 @@ def check_columns(path: Path, schema: pa.Schema) -> None:
             raise UserError(
                 f"--output {path}: column {field.name!r} has bytes. Name a .parquet file, or leave the column out."
             )
+
+
+def check_new(flags: argparse.Namespace, taken: Sequence[str]) -> Sequence[str]:
+    """Return `taken`, the columns of --input that have names of predictions, if these may replace them.
+
+    Raises UserError without --overwrite_columns.
+    """
+    if taken and not flags.overwrite_columns:
+        raise UserError(
+            f"--input {flags.input}: predictions have the names of its columns {', '.join(map(repr, taken))}. Rename"
+            " these columns, or replace them by --overwrite_columns."
+        )
+    return taken
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
@@ -81,7 +94,11 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
 
 
 def _write_lines(file: Any, table: pa.Table) -> None:
-    file.writelines(f"{_json(row)}\n" for row in table.to_pylist())
+    """Write a table as JSON Lines. Columns of the type json follow as they are."""
+    names = [field.name for field in table.schema if isinstance(field.type, pa.JsonType)]
+    texts = [[f", {_json(name)}: {text or 'null'}" for text in table[name].to_pylist()] for name in names]
+    for number, row in enumerate(table.drop_columns(names).to_pylist()):
+        file.write(f"{_json(row)[:-1]}{''.join(column[number] for column in texts)}}}\n")
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
@@ -91,6 +108,12 @@ def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
             texts = [_json(value) for value in table.column(number).to_pylist()]
             table = table.set_column(number, field.name, pa.array(texts, pa.string()))
     writer.write_table(table)
+
+
+def json_text(value: Any) -> str:
+    """Format a value of a JSON file as JSON. Unpaired surrogates stay escaped."""
+    text = _json(value)
+    return text if text.isascii() or text.encode(errors="ignore").decode() == text else json.dumps(value)
 
 
 def _json(value: Any) -> str:

@@ -61,7 +61,7 @@ def read_rows(path: str, flag: str) -> Dataset:
     with files.opened(path, name) as file:
         content = files.unpacked(name, file.read())
     datasets.disable_progress_bars()  # otherwise each rank would show one for a task's `rows.map`
-    choose = partial(_check_columns, name)
+    choose = partial(check_names, name)
     if content.startswith(files.PARQUET):
         with files.parquet_file(name, content) as parquet:
             table = parquet.read(choose(parquet.schema_arrow.names))
@@ -82,7 +82,7 @@ def read_rows(path: str, flag: str) -> Dataset:
     return rows
 
 
-def _check_columns(name: str, columns: list[str]) -> list[str]:
+def check_names(name: str, columns: list[str]) -> list[str]:
     """Return all columns. Raises UserError if two have the same name, except pandas' index columns."""
     for column, count in Counter(columns).items():
         if count > 1 and not files.is_index(column):

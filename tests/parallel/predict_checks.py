@@ -25,13 +25,15 @@ ANSWERS = "predicted/answers.jsonl"
 
 
 def _prepare(folder: Path) -> None:
-    """Save a model with a span head, and a file of 30 questions without answers."""
+    """Save a model with a span head, and a file of 33 questions, three of which cannot be answered."""
     torch.manual_seed(5)
     model = BertForQuestionAnswering(BertConfig.from_pretrained(folder / "tiny", initializer_range=0.3))
     for part in (model, AutoTokenizer.from_pretrained(folder / "tiny")):
         part.save_pretrained(folder / "asked")
-    questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:30]
+    questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:33]
     rows = [{"id": q.id, "context": q.context * (1 + i % 3), "question": q.question} for i, q in enumerate(questions)]
+    for number in (0, 7, 32):
+        rows[number]["context"] = ""
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -59,6 +61,7 @@ def file_is_answered_as_by_one_rank(ranks: Ranks) -> None:
             answer_file(flags, world)
         if world.rank == 0:
             assert os.listdir((folder / ANSWERS).parent) == []
-        answer_file(flags, world)
+        with pytest.raises(CollectiveError, match=r"30 question.* 3 row"):
+            answer_file(flags, world)
     if world.rank == 0:
         assert os.listdir((folder / ANSWERS).parent) == ["answers.jsonl"]

@@ -146,13 +146,14 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
     file, output = tmp_path / "asked.jsonl", tmp_path / f"answers{suffix}"
     file.write_text("".join(json.dumps(row) + "\n" for row in asked))
     words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
-    answered(*words, "--n_best", "0")
-    assert [*read_rows(output)[0]] == [*COLUMNS]
-    answered(*words, "--overwrite")  # replaces the first answers
+    answered(*words)
+    assert [*read_rows(output)[0]] == [*COLUMNS, "passage", "query"]
+    answered(*words, "--n_best", 5, "--overwrite")  # replaces the first answers
     rows = read_rows(output)
     for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
         values = (question.id, question.question, question.context, found.text)
-        assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
+        values += (found.start, found.end, found.score, found.null_odds, None, question.context, question.question)
+        assert tuple(row[name] for name in (*COLUMNS, "passage", "query")) == values
         assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in found.nbest]
         assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
 
@@ -166,6 +167,89 @@ def test_warnings_count_the_questions_of_all_blocks_once(model, tmp_path, monkey
     long, unknown = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     check_refusal(long, file, "1 of 3 questions", "--max_seq_length")
     check_refusal(unknown, file, "%", "--model_name_or_path")
+
+
+GOOD = {"id": "q1", "question": "What is red?", "context": "The box is red. The hall is green.", "n": 5}
+BAD = [GOOD | {"context": " "}, GOOD | {"question": None}]
+WORSE = [GOOD | {"context": ["Ada"]}, GOOD | {"question": "\ud800?", "id": None}]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows in the format that the name stands for; NAME.squad.json: as SQuAD's nested levels."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffixes == [".squad", ".json"]:
+        path.write_text(json.dumps({"data": [{"paragraphs": [row | {"qas": [row]}]} for row in rows]}))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        frame = pandas.DataFrame(rows).astype({"n": "int32"})
+        frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path, index=False)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.squad.json", "a.csv", "a.parquet"])
+def test_rows_that_cannot_be_answered_do_not_stop_the_others(model, tmp_path, name, capsys):  # noqa: F811
+    bad = BAD + (WORSE if "json" in name else [])
+    file, output = tmp_path / name, tmp_path / "answers.jsonl"
+    words = (model, "--input", file, "--output", output, "--overwrite")
+    write_rows(file, [GOOD, *bad, GOOD])
+    if name == "a.csv":
+        file.write_text(file.read_text() + "q5,a cell\n")
+        bad = [*bad, {}]
+    with refused(output, "2 question(s)", f"{len(bad)} row(s)", error=CollectiveError) as raised:
+        answered(*words)
+    assert raised.value.status == EXIT_BAD_INPUT
+    rows = read_rows(output)
+    assert [*map(len, rows)] == [len(rows[0])] * (2 + len(bad))
+    right = [row for row in rows if row["error"] is None]
+    assert [row["answer"] for row in right] == [QuestionAnswerer(model)(GOOD["question"], GOOD["context"]).text] * 2
+    assert rows[0] == right[0] and all("n" not in rows[0] or row["n"] in (5, "5") for row in right)
+    wrong = [(row["answer"], row["start"], bool(row["error"])) for row in rows if row["error"] is not None]
+    assert wrong == [("", None, True)] * len(bad)
+    assert main([str(word) for word in words[:3]]) == EXIT_OK
+    assert f"{len(bad)} row(s) cannot be answered" in capsys.readouterr().out
+    write_rows(file, bad[:2])
+    output.unlink()
+    with refused(file, "2 mistakes", error=CollectiveError):
+        answered(*words)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_columns_of_the_input_are_kept(model, tmp_path, suffix):  # noqa: F811
+    file, output = tmp_path / f"a{suffix}", tmp_path / f"b{suffix.removesuffix('.json') or '.jsonl'}"
+    words = (model, "--input", file, "--output", output, "--overwrite")
+    row = {"ticket": "T1", **GOOD, "id": "1.0", "answers": "red", "n": 7} | ({} if suffix == ".csv" else {"list": [1]})
+    other = {"list": {"a": "\u00fc\ud800"}} if "json" in suffix else {}
+    write_rows(file, [row, row | {"ticket": None} | other])
+    answered(*words)
+    first, second = read_rows(output)
+    given = {name: value for name, value in row.items() if name not in COLUMNS}
+    assert [*first] == [*COLUMNS, *given] and second["ticket"] is None and second.items() >= other.items()
+    assert {name: first[name] if name != "list" else [*first[name]] for name in given} == given
+    if suffix == ".parquet":
+        assert pandas.read_parquet(output)["n"].dtype == "int32"
+    write_rows(file, [{"start": "mine", "n": 1, **row}])
+    with refused("'start'", "--overwrite_columns", error=CollectiveError):
+        answered("no model", *words[1:])
+    answered(*words, "--overwrite_columns")
+    assert read_rows(output)[0]["start"] == first["start"]
+
+
+def test_columns_are_those_of_the_training_where_the_file_has_them(model, tmp_path):  # noqa: F811
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = (tmp_path / "train_config.yaml").read_text()
+    (tmp_path / "train_config.yaml").unlink()
+    (tmp_path / "train_config.yaml").write_text(f"{settings}question_column: q\ncontext_column: passage\n")
+    words = (tmp_path, "--input", tmp_path / "a.jsonl", "--output", tmp_path / "b.jsonl", "--overwrite")
+    found = []
+    for q, passage in (("question", "context"), ("q", "passage"), ("q", "context")):
+        write_rows(tmp_path / "a.jsonl", [{q: GOOD["question"], passage: GOOD["context"], "meta": {"a": 1}}])
+        answered(*words)
+        found += read_rows(tmp_path / "b.jsonl")
+    assert len({row["answer"] for row in found}) == 1 and found[1]["q"] == GOOD["question"]
+    assert all(row["meta"] == {"a": 1} for row in found)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

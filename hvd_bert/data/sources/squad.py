@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
 from hvd_bert import hub
 from hvd_bert.config.parser import checked_path
@@ -87,15 +88,17 @@ def _source(
 ) -> Source:
     name, reading = columns.name, columns.reading
 
-    def found() -> Iterator[Found]:
-        for where, node in located():
-            yield from [(where, node)] if isinstance(node, Mistake) else read_questions(where, node, reading)
-
     def load() -> tuple[list[Question], Findings]:
-        questions, findings = checked(name, columns.with_answers(found()), version_2_with_negative, reading)
+        found = (item for where, node in located() for item in found_in(where, node, reading))
+        questions, findings = checked(name, columns.with_answers(found), version_2_with_negative, reading)
         return questions, replace(findings, columns=columns.used)
 
     return Source(name, reading.digest(digest, version_2_with_negative), load)
+
+
+def found_in(where: str, node: Any, reading: Reading) -> Iterable[Found]:
+    """Return the questions and mistakes in what `files.parsed` found at the path `where`."""
+    return [(where, node)] if isinstance(node, Mistake) else read_questions(where, node, reading)
 
 
 def from_questions(name: str, questions: Iterable[Question]) -> Source:
