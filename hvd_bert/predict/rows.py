@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -15,10 +15,13 @@ from hvd_bert.errors import EXIT_BAD_INPUT, UserError, as_user_error, log
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
-from hvd_bert.predict.writing import check, check_columns, reserved, written
+from hvd_bert.predict.writing import check, check_columns, check_new, reserved, written
 from hvd_bert.tasks.base import task_class
 from hvd_bert.tasks.dataset import DatasetTask
 from hvd_bert.tasks.rows import read_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> None:
@@ -41,10 +44,15 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
             if writes:
                 new = output.enter_context(reserved(flags.output, flags.overwrite))
+        first = rows.select(range(1))  # shows the columns of the predictions, which may be refused
+        found = task.predict(first)
+        with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
+            if writes:
+                check_columns(flags.output, _with_columns(first, flags, task_name, found).schema)
         found = task.predict(rows)
         with world.writing("--output", flags.output) as writes:
             if writes:
-                table = _with_columns(rows.with_format("arrow")[:], task_name, found)
+                table = _with_columns(rows, flags, task_name, found)
                 check_columns(flags.output, table.schema)
                 with written(new, flags.output.suffix, table.schema) as write:
                     write(table)
@@ -64,8 +72,9 @@ def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
     }
 
 
-def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
-    """Add the predictions as columns to the table of input rows. They replace columns of the same names."""
+def _with_columns(rows: Dataset, flags: argparse.Namespace, task_name: str, found: Any) -> pa.Table:
+    """Add the predictions as columns to the input's rows. Raises UserError if rows have columns of the same names."""
+    table = rows.with_format("arrow")[:]
     columns = {"prediction": found} if isinstance(found, list) else found
     lists = isinstance(columns, dict) and all(isinstance(values, list) for values in columns.values())
     if not lists or any(len(values) != len(table) for values in columns.values()):
@@ -73,8 +82,8 @@ def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
             f"--task {task_name}: its method `predictions` must return a list with a value for each example, or a dict"
             " of such lists."
         )
+    table = table.drop_columns(check_new(flags, [name for name in columns if name in table.column_names]))
     for name, values in columns.items():
-        table = table.drop_columns(name) if name in table.column_names else table
         with as_user_error(lambda reason: f"--task {task_name}: `predictions`: {reason}. Give values of one type."):
             table = table.append_column(name, pa.array(values))
     return table

@@ -85,9 +85,9 @@ def saved(task, name="saved"):
     return name
 
 
-def predicted(run, file, task=TASK):
+def predicted(run, file, task=TASK, *more):
     """Run `hvd-bert predict` on `file`. Returns the rows that it writes."""
-    words = (run, "--input", file, "--output", "out.parquet", "--overwrite")
+    words = (run, "--input", file, "--output", "out.parquet", "--overwrite", *more)
     answered(*words, by=lambda flags, world: predict_file(flags, task, world))
     return read_rows(Path("out.parquet"))
 
@@ -233,7 +233,12 @@ def test_variations_of_the_guide(workdir, task, rows):
     assert found.metrics == pytest.approx(other.metrics, abs=1e-5) and set(found.metrics) == set(packed.metrics)
     expected = found.files["eval_predictions.json"]
     expected = expected if isinstance(expected, dict) else {"prediction": pytest.approx(expected, abs=1e-5)}
-    written = predicted(saved(packed), "train.jsonl", task)
+    run = saved(packed)
+    if "tags" in expected:
+        with refused("'tags'", "--overwrite_columns", error=CollectiveError):
+            predicted(run, "train.jsonl", task)
+        assert not Path("out.parquet").exists()
+    written = predicted(run, "train.jsonl", task, "--overwrite_columns")
     assert {column: [row[column] for row in written] for column in expected} == expected
 
 
