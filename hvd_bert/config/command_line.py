@@ -273,14 +273,17 @@ def to_argv(flag: str, value: Any) -> list[str]:
 
 
 def trained_settings(model: str) -> dict[str, Any]:
-    """Read the settings with which a model was trained from its train_config.yaml; {} without such a file.
+    """Read the settings with which a model was trained from its train_config.yaml; {} without such a file."""
+    file = trained_file(model)
+    return load_yaml(str(file)) if file else {}
 
-    `model`: a model folder, a checkpoint (the file may be in its parent folder), or a hub name (returns {}).
-    """
+
+def trained_file(model: str) -> Path | None:
+    """Find the train_config.yaml of a model folder or a checkpoint, also in its parent folder. None for a hub name."""
     folder = Path(model)
     if os.path.isdir(model):  # Path's methods raise for a name that is too long
         folder = folder.resolve()  # the name of "." or of a link does not show that it is a checkpoint
     for candidate in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
         if os.path.isfile(candidate / "train_config.yaml"):
-            return load_yaml(str(candidate / "train_config.yaml"))
-    return {}
+            return candidate / "train_config.yaml"
+    return None

@@ -27,7 +27,7 @@ from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.data.window_table import check_lengths, in_memory
-from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, answers_of
 from hvd_bert.model.bert import load_model
@@ -87,6 +87,9 @@ class QuestionAnswerer:
         data = DataArguments(**settings)
         self.window_options = WindowOptions(data.max_seq_length, data.doc_stride)
         self.span_options = span_options(data)
+        self.threshold = describe_threshold(name, self.span_options)
+        if self.threshold:
+            log.info("%s", self.threshold)
         check_lengths(self.window_options, tokenizer)
         with as_user_error(lambda reason: f"device {str(device)!r} cannot be used ({reason}). Name another."):
             self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
@@ -162,6 +165,16 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
         block.append(question)
     if block:
         yield block
+
+
+def describe_threshold(model: str, options: SpanOptions) -> str:
+    """Describe the threshold for "no answer", and where it is from. Returns "" if it is 0 or not used."""
+    threshold = options.null_score_diff_threshold
+    if not options.version_2_with_negative or not threshold:
+        return ""
+    of_model = trained_settings(model).get("null_score_diff_threshold") == threshold
+    source = f"from the train_config.yaml of {model}" if of_model else "as given"
+    return f"--null_score_diff_threshold {threshold!r} ({source})"
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:

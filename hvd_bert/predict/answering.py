@@ -85,6 +85,8 @@ def run(flags: argparse.Namespace) -> None:
     else:
         answer = qa(question=flags.question, context=flags.context)
         _show(flags.context, flags.question, answer)
+    if qa.threshold:
+        print(visible(qa.threshold))
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from test_text_classification import made, saved, workdir  # noqa: F401  # a fix
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
+from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import EXIT_OK
+from hvd_bert.predict.__main__ import main as predict
 from hvd_bert.tools.evaluate import __main__ as flags
 from hvd_bert.tools.evaluate import running
 from hvd_bert.training import loop, start
@@ -162,6 +167,43 @@ def test_thresholds_and_mistakes(make_model):
     assert len({mistake["id"] for mistake in mistakes}) == len(mistakes) > 2
     keys = [(mistake["f1"], -mistake["probability"]) for mistake in mistakes]
     assert keys == sorted(keys) and all(mistake["exact_match"] == 0 for mistake in mistakes)
+
+
+@pytest.mark.parametrize("of_checkpoint", [False, True])
+def test_kept_threshold_is_the_models(make_model, caplog, capsys, of_checkpoint):
+    folder = make_model()
+    model = folder / "checkpoint-3" if of_checkpoint else folder
+    if of_checkpoint:
+        shutil.copytree(folder, model, ignore=lambda *_: ["train_config.yaml"])
+    before = (folder / "train_config.yaml").read_text()
+    found = evaluated(model, "--keep_threshold")["metrics"]
+    best = found["best_f1_thresh"]
+    assert QuestionAnswerer(model).span_options.null_score_diff_threshold == best != 0.25
+    assert predict([str(model), "--question=What?", "--context=Ada."]) == EXIT_OK
+    assert f"{best!r} (from the train_config.yaml of {model})" in capsys.readouterr().out
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    again = evaluated(model)["metrics"]
+    assert again["f1"] == found["best_f1"] and found["f1"] < found["best_f1"]
+    assert f"{best!r} (from the train_config.yaml of {model})" in caplog.text
+    kept, parents = ((path / "train_config.yaml").read_text() for path in (model, folder))
+    assert kept == before.replace("threshold: 0.25", f"threshold: {best!r}")
+    assert parents == (before if of_checkpoint else kept)
+
+
+def test_threshold_that_cannot_be_kept(make_model):
+    model, other = make_model(), make_model("other", version_2_with_negative=False)
+    bare = make_model("bare")
+    (bare / "train_config.yaml").unlink()
+    v2 = ("--validation_file=f", "--version_2_with_negative")
+    for named, words in (
+        ("--compare", (model, "--compare", other)),
+        ("--version_2_with_negative", (other,)),
+        (bare, (bare, *v2)),
+        ("user/name", ("user/name", *v2)),
+    ):
+        with refused("--keep_threshold", named):
+            settings_of(*words, "--keep_threshold")
 
 
 def test_comparison(make_model, make_questions, write_squad, tmp_path, capsys):

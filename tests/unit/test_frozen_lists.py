@@ -33,7 +33,7 @@ OTHERS = {
         requeue report overwrite
     """,
     "hvd-bert doctor": "json verbose size output_dir hosts hostfile ssh_port ssh_identity_file slots timeout prove log",
-    "hvd-bert evaluate": "model compare mistakes json overwrite",
+    "hvd-bert evaluate": "model compare mistakes json keep_threshold overwrite",
     "hvd-bert predict": """
         model context question input output overwrite overwrite_columns n_best question_column context_column
         answer_column cpu_kernels per_device_eval_batch_size max_seq_length doc_stride n_best_size max_answer_length

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
-from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.command_line import trained_file, trained_settings
 from hvd_bert.config.data import QUESTION_ANSWERING
+from hvd_bert.config.flag import require
 from hvd_bert.config.parser import HELP, Limits, Parser, add_number, name_or_path
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
@@ -70,6 +71,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="Also write the results to this JSON file. (default: none)"
     )
+    keep = "SQuAD 2.0: record the best F1's threshold for \"no answer\" as the model's. (default: False)"
+    parser.add_argument("--keep_threshold", action="store_true", help=keep)
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing --json FILE. (default: False)")
     return parser
 
@@ -93,6 +96,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
         raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
     if unfit := ", ".join(f"--{name}" for name in sorted(given - accepted)):
         raise UserError(f"{unfit} cannot be used in an evaluation of {own.model}. Leave out these flags.")
+    if own.keep_threshold:
+        require(not own.compare, "--keep_threshold works for one model only. Remove --compare.")
+        require(config.data.version_2_with_negative, "--keep_threshold needs --version_2_with_negative.")
+        require(
+            trained_file(own.model) is not None,
+            f"--keep_threshold: {own.model} has no train_config.yaml of a training. Give its threshold to each command"
+            " by --null_score_diff_threshold.",
+        )
     if not own.compare:
         return own, [config]
     settings = config.as_flat()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.command_line import trained_file
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, log
+from hvd_bert.evaluation.evaluator import span_options
 from hvd_bert.model.layers import place
 from hvd_bert.output import output_dir, run_folder
-from hvd_bert.storage.writing import check_output, write_named, write_output, writing_to
+from hvd_bert.predict.answerer import describe_threshold
+from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
+from hvd_bert.storage.writing import check_folder, check_output, write_named, write_output, writing_to
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -33,6 +38,9 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
         strategy_class(configs[0].parallel.strategy)  # raises if the strategy is not installed
     set_up(configs[0], world)
     log.info("%s", "\n".join(world.describe()))
+    for config in configs:
+        if threshold := describe_threshold(str(config.model.model_name_or_path), span_options(config.data)):
+            log.info("%s", threshold)
     with world.raise_on_all_ranks():
         if world.rank == 0:
             _check_outputs(flags, configs[0], world)
@@ -64,12 +72,32 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
             if flags.json:
                 text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
                 write_output("--json", flags.json, text, flags.overwrite)
+            if flags.keep_threshold:
+                _keep_threshold(flags.model, evaluations[0].metrics["best_f1_thresh"])
+
+
+def _keep_threshold(model: str, threshold: float) -> None:
+    """Record the threshold in the model's train_config.yaml. A checkpoint gets a file of its own."""
+    file = _model_file(model)
+    text = read_text(trained_file(model) or file, MAX_YAML_BYTES)
+    line = f"null_score_diff_threshold: {threshold!r}"
+    text, found = re.subn(r"(?m)^null_score_diff_threshold:.*$", line, text)
+    with writing_to("--keep_threshold", file):
+        write_named(file, text if found else f"{text.rstrip()}\n{line}\n")
+    log.info("%s: %s. The commands predict and evaluate and QuestionAnswerer use it by default.", file, line)
+
+
+def _model_file(model: str) -> Path:
+    return (Path(model) / "train_config.yaml").resolve()
 
 
 def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> None:
     """Raise UserError if an output file cannot be written. Creates no files."""
     if flags.json:
         output_dir.check_apart("--json", flags.json, config.as_flat())
+    if flags.keep_threshold:
+        with writing_to("--keep_threshold", _model_file(flags.model)):
+            check_folder(_model_file(flags.model).parent)
     if config.train.output_dir:
         output_dir.check(config.as_flat(), world.process.locks)
     out = Path(os.path.realpath(config.train.output_dir or ""))
