@@ -25,11 +25,11 @@ from hvd_bert import QuestionAnswerer
 from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.postprocess import Answer, Candidate
+from hvd_bert.evaluation.postprocess import Candidate
 
 
 class Request(BaseModel):
-    """The body of a request. With `top_k`, the reply has a list of the best answers."""
+    """The body of a request. With `top_k`, the reply is a list of the best different answers."""
 
     question: str
     context: str
@@ -41,12 +41,12 @@ class Batches:
 
     def __init__(self, qa: QuestionAnswerer, size: int) -> None:
         self.qa, self.size = qa, size
-        self.waiting: asyncio.Queue[tuple[Question, asyncio.Future[Answer]]] = asyncio.Queue()
+        self.waiting: asyncio.Queue[tuple[Request, asyncio.Future[Any]]] = asyncio.Queue()
         self.questions = self.batches = 0
 
-    async def answer(self, question: Question) -> Answer:
-        reply: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.waiting.put_nowait((question, reply))
+    async def answer(self, request: Request) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.waiting.put_nowait((request, reply))
         return await reply
 
     async def run(self) -> None:
@@ -57,8 +57,8 @@ class Batches:
                 batch = [await self.waiting.get()]
                 while len(batch) < self.size and not self.waiting.empty():
                     batch.append(self.waiting.get_nowait())
-                questions, replies = zip(*batch, strict=True)
-                found = await loop.run_in_executor(thread, self.answers, questions)
+                requests, replies = zip(*batch, strict=True)
+                found = await loop.run_in_executor(thread, self.answers, requests)
                 for reply, answer in zip(replies, found, strict=True):
                     if reply.cancelled():  # the client has left
                         continue
@@ -67,15 +67,19 @@ class Batches:
                     else:
                         reply.set_result(answer)
 
-    def answers(self, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
-        """Answer a batch. If that fails, for example for lack of memory, the error stands for each answer."""
-        try:
-            found = list(self.qa.answers(questions))
-        except Exception as error:
-            return [error] * len(questions)
-        self.questions += len(questions)
+    def answers(self, requests: Sequence[Request]) -> Sequence[Any]:
+        """Answer a batch, requests with the same `top_k` in one call. An error stands for each answer of its call."""
+        found: dict[int, Any] = {}
+        for top_k in {request.top_k for request in requests}:
+            numbers = [number for number, request in enumerate(requests) if request.top_k == top_k]
+            asked = [requests[number].model_dump(include={"question", "context"}) for number in numbers]
+            try:
+                found |= zip(numbers, self.qa(asked, top_k=top_k), strict=True)
+                self.questions += len(numbers)
+            except Exception as error:  # for example for lack of memory
+                found |= dict.fromkeys(numbers, error)
         self.batches += 1
-        return found
+        return [found[number] for number in range(len(requests))]
 
 
 def make_app(qa: QuestionAnswerer, model: str, batch_size: int) -> FastAPI:
@@ -88,11 +92,10 @@ def make_app(qa: QuestionAnswerer, model: str, batch_size: int) -> FastAPI:
         task.cancel()
 
     async def answer(request: Request) -> Any:
-        question = Question("", "", request.context, request.question, (), ())
-        if mistake := text_mistake(question):
+        if mistake := text_mistake(Question("", "", request.context, request.question, (), ())):
             raise HTTPException(422, f"The question cannot be answered: {mistake}. Change it.")
-        found = await batches.answer(question)
-        return described(found) if request.top_k is None else [described(each) for each in found.nbest[: request.top_k]]
+        found = await batches.answer(request)
+        return described(found) if request.top_k is None else [described(each) for each in found]
 
     async def health() -> dict[str, Any]:
         counts = {"questions": batches.questions, "batches": batches.batches}
