@@ -72,13 +72,17 @@ LANGUAGES = {  # value of --answer_language -> rules
 
 def normalize(text: str, answer_language: str = SQUAD_RULES) -> str:
     """Lower-case a text, and remove punctuation, articles and repeated spaces, by an entry of `LANGUAGES`."""
-    articles, characters, punctuation = LANGUAGES[answer_language]
+    articles, _, punctuation = LANGUAGES[answer_language]
     text = text.lower().translate(punctuation)
     if articles:
         text = articles.sub(" ", text)
-    if characters:
-        text = characters.sub(r" \g<0> ", text)
-    return " ".join(text.split())
+    return " ".join(split(text, answer_language))
+
+
+def split(text: str, answer_language: str) -> list[str]:
+    """Split a text into words at spaces and, in languages without spaces, at each character."""
+    characters = LANGUAGES[answer_language].characters
+    return (characters.sub(r" \g<0> ", text) if characters else text).split()
 
 
 def _f1(gold: str, prediction: str) -> float:

@@ -46,6 +46,11 @@ def test_slices(title, questions, expected):
     assert {name: members.tolist() for name, members in found.items()} == expected
 
 
+def test_lengths_count_the_languages_words():
+    found = slices_of([question(answers=("北京大学",), context="北京 大学")], {}, "zh")
+    assert [*found["answer length in words"], *found["context length in words"]] == ["4-5", "4"]
+
+
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))
 def test_every_question_is_in_one_slice(questions):
     for slices in slices_of(questions, {"": range(len(questions)), "a": range(len(questions))}).values():

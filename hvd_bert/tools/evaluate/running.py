@@ -127,6 +127,6 @@ def _results(
     if isinstance(task, QuestionAnswering) and task.dev:
         questions, answers = task.dev.questions, [evaluation.outputs for evaluation in evaluations]
         models = [scored(questions, *of_model) for of_model in zip(answers, configs, strict=True)]
-        results["slices"] = score_slices(task.dev, models)
+        results["slices"] = score_slices(task.dev, models, data.answer_language)
         results["mistakes"] = mistakes(questions, answers[0], models[0], num_mistakes)
     return results

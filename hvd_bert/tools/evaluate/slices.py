@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.config.settings import Config
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
-from hvd_bert.evaluation.squad_metric import question_scores
+from hvd_bert.evaluation.squad_metric import question_scores, split
 from hvd_bert.tasks.question_answering import SCORES, QuestionSet
 from hvd_bert.tools.evaluate.paired import interval, mcnemar, verdict
 
@@ -38,11 +39,11 @@ def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Con
     return dict(zip(SCORES, 100 * np.array(found).T, strict=True))
 
 
-def score_slices(dev: QuestionSet, models: Sequence[Scores]) -> dict[str, list[dict[str, Any]]]:
+def score_slices(dev: QuestionSet, models: Sequence[Scores], answer_language: str) -> dict[str, list[dict[str, Any]]]:
     """Score the slices of the questions. Returns title -> a row per slice, with the scores of one or two models."""
     return {
         title: [{"slice": name} | _row(models, members) for name, members in slices.items()]
-        for title, slices in slices_of(dev.questions, dev.sets).items()
+        for title, slices in slices_of(dev.questions, dev.sets, answer_language).items()
         if slices
     }
 
@@ -78,18 +79,22 @@ def mistakes(
     return sorted(found, key=lambda mistake: (mistake["f1"], -mistake["probability"]))[:count]
 
 
-def slices_of(questions: Sequence[Question], sets: Mapping[str, range]) -> dict[str, dict[str, Ids]]:
+def slices_of(
+    questions: Sequence[Question], sets: Mapping[str, range], answer_language: str = SQUAD_RULES
+) -> dict[str, dict[str, Ids]]:
     """Divide the questions into slices, by several criteria. Returns title -> slice -> indices of its questions.
 
-    `sets`: file -> indices of its questions.
+    `sets`: file -> indices of its questions. `answer_language`: a key of `LANGUAGES`, whose words are counted.
     """
+    lengths = [_answer_length(question, answer_language) for question in questions]
+    contexts = np.array([len(split(question.context, answer_language)) for question in questions])
     answered = _by_label([ANSWERED[not question.answer_texts] for question in questions], ANSWERED)
     return {
         "questions": {"all": np.arange(len(questions))} | (answered if len(answered) > 1 else {}),
         "file": {name: np.array(numbers) for name, numbers in sets.items() if name},
         "question word": _by_label([_question_word(question.question) for question in questions], QUESTION_WORDS),
-        "answer length in words": _by_label([_answer_length(question) for question in questions], _ANSWER_LENGTHS),
-        "context length in words": _by_quartile(np.array([len(question.context.split()) for question in questions])),
+        "answer length in words": _by_label(lengths, _ANSWER_LENGTHS),
+        "context length in words": _by_quartile(contexts),
     }
 
 
@@ -106,9 +111,9 @@ def _question_word(question: str) -> str:
     return "how many, how much" if word.startswith("how ") else word
 
 
-def _answer_length(question: Question) -> str:
+def _answer_length(question: Question, answer_language: str) -> str:
     """Classify the length of the first gold answer. Returns a key of `_ANSWER_LENGTHS`."""
-    length = len(question.answer_texts[0].split()) if question.answer_texts else -1
+    length = len(split(question.answer_texts[0], answer_language)) if question.answer_texts else -1
     return next(name for name, maximum in _ANSWER_LENGTHS.items() if length <= maximum)
 
 
