@@ -329,6 +329,7 @@ def test_answers_without_a_start_are_found(tmp_path, name):
         ("In  OSLO.", "Oslo", ["case", "'OSLO'", "character 4"]),
         ("The “old” mill—house", '"old" mill--house', ["kind of quote or dash", "'“old” mill—house'"]),
         ("In \uff12015.", "2015", ["width", "'\uff12015'"]),
+        ("A \ufb01sh.", "fish", ["another width", "'\ufb01sh'"]),
         ("Ada\u200bLund", "Ada\xa0lund", ["invisible", "number of spaces", " and case"]),
     ],
 )

@@ -236,9 +236,9 @@ _DIFFERENCES: dict[str, Callable[[str], str]] = {
     "kind of space": partial(re.sub, r"\s", " "),
     "number of spaces": lambda text: text.replace(" ", ""),
     "kind of quote or dash": _plain_marks,
-    "case": str.casefold,
     "accent": lambda text: _without(normalize("NFD", text), "Mn"),
     "width or other compatibility form": partial(normalize, "NFKC"),
+    "case": str.casefold,
 }
 
 
