@@ -437,6 +437,8 @@ def test_lines_of_mrqa(tmp_path):
         )
     with refused("line 2", "'q0'", "character 1, not the answer 'town'", "--bad_examples repair"):
         read(tmp_path, as_lines([*mrqa(("town", [(1, 4)])), *mrqa(("Otto", [(29, 32)]))]))
+    unanswered = {"context": MILL, "qas": [{**LINE, "answers": [], "question_tokens": [["Where", 0]]}]}
+    assert answers_of(read(tmp_path, as_lines([unanswered]), v2=True)) == [("q0", (), ())]
     with refused("char_spans", "first and a last"):
         read(tmp_path, as_lines(mrqa(("Lund", [(1, 2, 3)]))))  # type: ignore[list-item]
 

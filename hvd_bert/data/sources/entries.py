@@ -105,7 +105,8 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
     if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
         values.pop("is_impossible", None)
     spans = values["detected_answers"] if _SPANS in str(values.get("detected_answers")) else None
-    values = {"id": values.get("qid", ""), **values} if spans else values
+    if not {"detected_answers", "question_tokens"}.isdisjoint(row):  # MRQA's
+        values = {"id": values.get("qid", ""), **values}
     question: Question | None = None
     try:
         for field in ("context", "question"):
