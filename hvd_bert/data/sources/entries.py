@@ -18,6 +18,7 @@ from hvd_bert.data.sources.questions import SHORT, WORDS, Found, Mistake, Questi
 
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
+WHOLE = re.compile(r"-?[0-9]+\.0")  # a whole number as pandas writes it next to missing values
 _Text = str | int  # whole numbers become texts: 1912.0 becomes "1912"
 _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # notation of numpy arrays in pandas' cells
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
@@ -280,8 +281,11 @@ def _converted(path: str, value: Any, kind: Any) -> Any:
 
 def _answer_text(path: str, answer: Any, context: str) -> str:
     """Convert an answer to text. 1800.0 is "1800" or "1800.0", and 0.5 is "0.5", if the context has this number."""
-    if isinstance(answer, float):
-        for text in [str(int(answer))] * answer.is_integer() + [repr(answer)]:
+    number = answer
+    if isinstance(answer, str) and WHOLE.fullmatch(answer) and answer not in context:
+        number = float(answer)  # pandas writes 1800 as 1800.0 to CSV if an answer is missing
+    if isinstance(number, float):
+        for text in [f"{number:.0f}"] * number.is_integer() + [repr(number)]:
             if re.search(rf"(?<!\d)(?<!\d[.,]){re.escape(text)}(?![.,]?\d)", context):
                 return text
     return as_text(path, answer)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from hvd_bert.data.sources.entries import is_nested
+from hvd_bert.data.sources.entries import WHOLE, is_nested
 from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import GIB, open_regular
@@ -32,7 +32,6 @@ Located = tuple[str, Any]  # (path in the file, object or mistake at that path)
 Choose = Callable[[list[str]], list[str]]  # all columns of a file -> the columns to read; raises UserError
 _GZIP, PARQUET, _ARROW = b"\x1f\x8b", b"PAR1", b"\xff\xff\xff\xff"
 _JSON = re.compile(r"\s*[\[{]")
-_WHOLE = re.compile(r"-?[0-9]+\.0")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
 MAX_RATIO = 100  # maximum ratio of unpacked to packed size above 1 GiB; gzip itself reaches 1,032
@@ -168,7 +167,7 @@ def _csv_rows(name: str, text: str, tsv: bool, choose: Choose) -> Iterator[Locat
 
 def _with_whole_ids(rows: Callable[[Choose], Iterator[Located]], choose: Choose) -> Iterator[Located]:
     """Yield rows of CSV with ids as they were before pandas wrote all as 7.0, since one is missing."""
-    whole = all(_WHOLE.fullmatch(row.get("id", "none") or "0.0") for _, row in rows(choose) if isinstance(row, dict))
+    whole = all(WHOLE.fullmatch(row.get("id", "none") or "0.0") for _, row in rows(choose) if isinstance(row, dict))
     for where, row in rows(list):
         if whole and isinstance(row, dict) and "id" in row:
             row["id"] = row["id"].removesuffix(".0")
