@@ -17,10 +17,12 @@ from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.data.sources.squad import Findings, Question
 from hvd_bert.errors import log
 
-# Shares of a file above which it warns. SQuAD with BERT's vocabulary has 0.02 % of unknown text, and no context with
-# more than 9 characters per word; Chinese and Thai texts have more than 15.
+# Shares of a file above which it warns. SQuAD with BERT's vocabulary has 0.02 % of unknown text.
 UNKNOWN_SHARE, UNSPACED_SHARE = 0.02, 0.05
-CHARACTERS_PER_WORD = 12
+# Words without spaces: Thai to Tibetan, Burmese, Khmer (which U+200B may separate), Kana and Han.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u200b\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]{5,}"
+)
 _PLACE = re.compile(r"(line|row) \d+.*|.*\[\d+\]")  # the id of a question without one
 Keys = npt.NDArray[np.uint64]  # [questions, 2]
 
@@ -174,11 +176,11 @@ class FileCounts:
                 f"{longer} of {known} questions ({longer / known:.1%}) have only answers above --max_answer_length"
                 f" {limit}, which no model can give (--max_answer_length {len(counts.answer_lengths) - 1} allows all)",
             )
-        if self.answer_language == SQUAD_RULES and counts.unspaced_contexts > UNSPACED_SHARE * counts.questions:
+        if self.answer_language in (SQUAD_RULES, "en") and counts.unspaced_contexts > UNSPACED_SHARE * counts.questions:
             yield (
                 "hardly any spaces",
-                f"{counts.unspaced_contexts} of {counts.questions} questions have contexts with hardly any spaces, at"
-                " which EM and F1 split answers into words (for Chinese, Japanese or Thai add --answer_language zh, ja"
+                f"{counts.unspaced_contexts} of {counts.questions} questions have contexts without spaces between"
+                " words, at which EM and F1 split answers (for Chinese, Japanese or Thai add --answer_language zh, ja"
                 " or th)",
             )
         if self.shared:
@@ -198,11 +200,8 @@ def _mistakes(findings: Findings) -> str:
 
 
 def is_unspaced(text: str) -> bool:
-    """Return whether a text has hardly any spaces, such as Chinese, Japanese and Thai."""
-    if len(text) <= CHARACTERS_PER_WORD * text.count(" "):  # fast
-        return False
-    words = text.split()
-    return len("".join(words)) > CHARACTERS_PER_WORD * len(words)
+    """Return whether a tenth of a text is in words of several characters without spaces, as in Chinese and Thai."""
+    return not text.isascii() and 10 * sum(map(len, _UNSPACED.findall(text))) > len(text)
 
 
 def has_several_answers(question: Question) -> bool:

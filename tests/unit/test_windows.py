@@ -15,7 +15,7 @@ import pytest
 from refusals import check_refusal, refused
 
 from hvd_bert.data import window_cutting, window_table
-from hvd_bert.data.counts import FileCounts, count_shared, question_keys
+from hvd_bert.data.counts import FileCounts, count_shared, is_unspaced, question_keys
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions
@@ -176,6 +176,7 @@ WARNED = {
         ["1 of 2 questions", "50.0%", "--max_answer_length 2,", "--max_answer_length 3 "],
     ),
     "spaces": (EVERY[1:2], [ask(CHINESE, question="what " * 4)], {}, ["1 of 1 questions", "--answer_language zh"]),
+    "few spaces": (EVERY[1:2], [ask(CHINESE[:5] + " the box" * 5)], {"answer_language": "en"}, ["1 of 1", "ja or th"]),
     "shared": (EVERY[1:2], [ask(COLOURS, "red")], {"shared": 1}, ["1 of 1 questions", "training data"]),
 }
 
@@ -199,7 +200,9 @@ def test_ordinary_files_give_no_warning(make_questions, tokenizer, caplog, purpo
     annotated = [ask(COLOURS, *answers) for answers in REPEATS]
     assert not warnings(tokenizer, caplog, [*make_questions(9, unanswered_every=3), *annotated], purpose)
     assert not warnings(tokenizer, caplog, [ask(COLOURS, COLOURS[:14])], purpose, max_answer_length=4)
-    assert not warnings(tokenizer, caplog, [ask("x" * 40)], purpose, answer_language="zh")
+    korean, link = "\uc11c\uc6b8\ud2b9\ubcc4\uc2dc\ub294 " * 9, "https://example.org/" + "x" * 40
+    for text in (korean, link, CHINESE[:4] + " the" * 9, f"{CHINESE[:4]} " * 9):
+        assert not is_unspaced(text)
 
 
 def test_shared_questions_have_an_id_and_text_or_a_context_and_text_in_common(make_questions):
