@@ -140,55 +140,33 @@ class _Context:
 
 
 @dataclass(frozen=True, slots=True)
-class _PerQuestion:
-    """Data that all windows of a question share.
+class _Cut:
+    """A question cut into windows.
 
-    `head`: tokens before the context piece, equal in all windows. `first`, `last`: indices of the answer's first and
-    last token in the context; -1 without such tokens.
-    """
-
-    number: int
-    head: _Int32s
-    context: _Context
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PerWindow:
-    """A window: the question's `head` and the context tokens [start, stop).
+    `head`: tokens before the context piece, equal in all windows. `spans`: indices of each answer's first and last
+    token in the context; -1, -1 without such tokens. `pieces`: the context tokens [start, stop) of each window.
+    `shortened`: whether the question was truncated. `crowded`: whether its windows advance by at most a quarter.
 
     [CLS] question tokens [SEP] tokens of the piece [SEP]
     <-------- head ----------->^context_start       ^context_end
     """
 
-    of: _PerQuestion
-    start: int
-    stop: int
-
-    @property
-    def label(self) -> tuple[int, int]:
-        """Indices of the answer's first and last token in the window; 0, 0 if the answer is missing or incomplete."""
-        if not self.start <= self.of.first <= self.of.last < self.stop:
-            return 0, 0
-        shift = len(self.of.head) - self.start
-        return self.of.first + shift, self.of.last + shift
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A question's windows.
-
-    `spans`: indices of each answer's first and last token in the context; -1, -1 without such tokens. `shortened`:
-    whether the question was truncated. `crowded`: whether its windows advance by at most a quarter of their tokens.
-    """
-
+    number: int
     question: Question
     context: _Context
+    head: _Int32s
     spans: list[tuple[int, int]]
-    windows: list[_PerWindow]
+    pieces: list[tuple[int, int]]
     shortened: bool
     crowded: bool
+
+    def label(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the indices of the first answer's first and last token in the window of a piece; 0, 0 without both."""
+        first, last = self.spans[0] if self.spans else _NO_TOKENS
+        if not start <= first <= last < stop:
+            return 0, 0
+        shift = len(self.head) - start
+        return first + shift, last + shift
 
     @property
     def is_unknown(self) -> bool:
@@ -213,19 +191,12 @@ def cut(
     longest = room - options.doc_stride - 1
     cuts = []
     for number, (question, encoding) in enumerate(zip(questions, encodings, strict=True), first_number):
-        ids, context = encoding.ids[:longest], contexts[question.context]
-        spans = _answer_spans(question, context)
+        ids, length, context = encoding.ids[:longest], len(encoding), contexts[question.context]
         head = np.array([*layout.before, *ids, *layout.between], dtype=np.int32)
-        asked = _PerQuestion(number, head, context, *(spans[0] if spans else _NO_TOKENS))
-        capacity, overlap = room - len(ids), options.doc_stride
-        step = max(1, capacity // 4)
-        crowded = capacity - overlap < step
-        if crowded and len(encoding) > _LONG_QUESTION:
-            overlap = capacity - step
-        pieces = list(_split(asked, capacity, overlap))
-        shortened, crowded = len(encoding) > longest, crowded and len(pieces) > 1
-        cuts.append(_Cut(question, context, spans, pieces, shortened, crowded))
-    windows = [window for cut in cuts for window in cut.windows]
+        pieces, crowded = _pieces(len(context.ids), room - len(ids), options.doc_stride, length > _LONG_QUESTION)
+        spans = _answer_spans(question, context)
+        cuts.append(_Cut(number, question, context, head, spans, pieces, length > longest, crowded))
+    windows = [(cut, *piece) for cut in cuts for piece in cut.pieces]
     batches = (
         _record_batch(windows[begin : begin + _WINDOWS_AT_ONCE], layout)
         for begin in range(0, len(windows), _WINDOWS_AT_ONCE)
@@ -236,17 +207,17 @@ def cut(
 def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
     answered = [cut for cut in cuts if cut.question.answer_starts[:1] not in ((), (None,))]
     with_tokens = [cut for cut in answered if cut.spans[0] != _NO_TOKENS]
-    found = sum(any(window.label != (0, 0) for window in cut.windows) for cut in with_tokens)
+    found = sum(any(cut.label(*piece) != (0, 0) for piece in cut.pieces) for cut in with_tokens)
     crowded = [cut for cut in cuts if cut.crowded]
     lengths = [[last - first + 1 for first, last in cut.spans if first >= 0] for cut in cuts]
     shortest = np.array([min(of_question) for of_question in lengths if of_question], dtype=np.int64)
     sizes = [(context.char_ends - context.char_starts, context.unknown) for context in contexts]
     return WindowCounts(
         questions=len(cuts),
-        windows=sum(len(cut.windows) for cut in cuts),
+        windows=sum(len(cut.pieces) for cut in cuts),
         shortened_questions=sum(cut.shortened for cut in cuts),
         crowded_questions=len(crowded),
-        crowded_windows=sum(len(cut.windows) for cut in crowded),
+        crowded_windows=sum(len(cut.pieces) for cut in crowded),
         answerable_questions=len(answered),
         cut_answers=len(with_tokens) - found,
         tokenless_answers=len(answered) - len(with_tokens),
@@ -290,31 +261,32 @@ def _answer_spans(question: Question, context: _Context) -> list[tuple[int, int]
     return spans
 
 
-def _split(question: _PerQuestion, capacity: int, stride: int) -> Iterator[_PerWindow]:
-    """Split the context into pieces of at most `capacity` tokens that overlap by `stride` tokens."""
-    length, start = len(question.context.ids), 0
-    while start + capacity < length:
-        yield _PerWindow(question, start, start + capacity)
-        start += capacity - stride
-    yield _PerWindow(question, start, length)
+def _pieces(length: int, capacity: int, overlap: int, is_long: bool) -> tuple[list[tuple[int, int]], bool]:
+    """Split a context into overlapping pieces of at most `capacity` tokens, which advance further if `is_long`.
+
+    Returns the pieces, and whether they advance by at most a quarter of `capacity`.
+    """
+    step, quarter = capacity - overlap, max(1, capacity // 4)
+    is_crowded = step < quarter
+    step = quarter if is_crowded and is_long else step
+    starts = range(0, max(length - capacity, 0) + step, step)
+    return [(start, min(start + capacity, length)) for start in starts], is_crowded and len(starts) > 1
 
 
-def _record_batch(windows: Sequence[_PerWindow], layout: Layout) -> pa.RecordBatch:
+def _record_batch(windows: Sequence[tuple[_Cut, int, int]], layout: Layout) -> pa.RecordBatch:
     after = np.array(layout.after, dtype=np.int32)
-    contexts = [(window.of.context, slice(window.start, window.stop)) for window in windows]
-    tokens = [
-        (window.of.head, context.ids[piece], after) for window, (context, piece) in zip(windows, contexts, strict=True)
-    ]
-    labels = [window.label for window in windows]
+    tokens = [(cut.head, cut.context.ids[start:stop], after) for cut, start, stop in windows]
+    labels = [cut.label(start, stop) for cut, start, stop in windows]
+    sizes = [stop - start for _, start, stop in windows]
     columns = [
-        _numbers([window.of.number for window in windows]),
+        _numbers([cut.number for cut, *_ in windows]),
         _lists([sum(map(len, parts)) for parts in tokens], chain.from_iterable(tokens)),
         _numbers([len(head) for head, _, _ in tokens]),
         _numbers([len(head) + len(ids) for head, ids, _ in tokens]),
         _numbers([first for first, _ in labels]),
         _numbers([last for _, last in labels]),
-        _lists([len(ids) for _, ids, _ in tokens], (context.char_starts[piece] for context, piece in contexts)),
-        _lists([len(ids) for _, ids, _ in tokens], (context.char_ends[piece] for context, piece in contexts)),
+        _lists(sizes, (cut.context.char_starts[start:stop] for cut, start, stop in windows)),
+        _lists(sizes, (cut.context.char_ends[start:stop] for cut, start, stop in windows)),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)  # pa.record_batch would import pandas
 
