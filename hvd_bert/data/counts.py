@@ -23,7 +23,7 @@ UNKNOWN_SHARE, UNSPACED_SHARE = 0.02, 0.05
 _UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u200b\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]{5,}"
 )
-_PLACE = re.compile(r"(line|row) \d+.*|.*\[\d+\]")  # the id of a question without one
+_COUNTER = re.compile(r"(line|row) \d+.*|.*\[\d+\]|\d{1,7}")  # the id of a question without one, or a counter
 Keys = npt.NDArray[np.uint64]  # [questions, 2]
 
 
@@ -220,7 +220,7 @@ def has_several_answers(question: Question) -> bool:
 
 
 def question_keys(questions: Sequence[Question]) -> Keys:
-    """Return two hashes per question, of its id and its text, and of its context and its text; 0 without an own id.
+    """Return two hashes per question, of its id and its text, and of its context and its text; 0 for a counter.
 
     They ignore case and spaces, in which two files of the same data may differ.
     """
@@ -228,7 +228,7 @@ def question_keys(questions: Sequence[Question]) -> Keys:
     keys = []
     for question in questions:
         text = _plain(question.question)
-        keys.append(bytes(8) if _PLACE.fullmatch(question.id) else _hash(question.id.encode() + b" " + text))
+        keys.append(bytes(8) if _COUNTER.fullmatch(question.id) else _hash(question.id.encode() + b" " + text))
         keys.append(_hash(context_key(question.context) + text))
     return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 2)
 

@@ -214,8 +214,9 @@ def test_shared_questions_have_an_id_and_text_or_a_context_and_text_in_common(ma
         replace(questions[3], id="new", context="Another."),
         replace(questions[4], id="line 5", context="Another."),
     ]
-    keys = question_keys([*questions[:4], replace(questions[4], id="line 5")])
-    assert [count_shared(question_keys([question]), keys) for question in changed] == [1, 1, 0, 0, 0]
+    changed.append(replace(questions[5], id="5", context="Another."))
+    keys = question_keys([*questions[:4], replace(questions[4], id="line 5"), replace(questions[5], id="5")])
+    assert [count_shared(question_keys([question]), keys) for question in changed] == [1, 1, 0, 0, 0, 0]
     assert count_shared(question_keys(changed), keys) == 2 and count_shared(keys, question_keys([])) == 0
 
 
