@@ -127,7 +127,8 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
     for source, some in zip(sources, questions, strict=True):
         other = next((q for q in some if first.setdefault(q.id, source.name) != source.name), None)
         if other:
-            raise UserError(f"{first[other.id]} and {source.name} share the id {SHORT.repr(other.id)}. Change one.")
+            shared = f"{first[other.id]} and {source.name} share the id {SHORT.repr(other.id)}"
+            raise UserError(f"{shared}. Give all questions different ids.")
 
 
 @dataclass
