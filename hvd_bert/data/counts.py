@@ -39,6 +39,7 @@ class WindowCounts:
     answerable_questions: int = 0  # with a first answer whose position is known
     cut_answers: int = 0  # answers that no window contains completely
     tokenless_answers: int = 0  # answers whose characters the tokenizer drops
+    unknown_questions: int = 0  # questions, at least half of whose tokens the vocabulary lacks
     unknown_answers: int = 0  # answers of tokens that the vocabulary lacks
     several_answers: int = 0  # questions with different answers at separate positions
     unspaced_contexts: int = 0  # questions whose context has hardly any spaces
@@ -94,6 +95,7 @@ class FileCounts:
             "crowded_windows": counts.crowded_windows,
             "answers": counts.answerable_questions,
             "lost_answers": counts.lost_answers,
+            "unknown_questions": counts.unknown_questions,
             "unknown_answers": counts.unknown_answers,
             "unknown_share": round(counts.unknown_share, 6),
             "unspaced_contexts": counts.unspaced_contexts,
@@ -149,13 +151,15 @@ class FileCounts:
                 f"{counts.lost_answers} of {answers} answers are not completely inside any window; training treats"
                 " them as missing (raise --doc_stride to keep longer answers whole)",
             )
-        if max(counts.unknown_share, counts.unknown_answers / max(1, answers)) > UNKNOWN_SHARE:
+        asked = counts.unknown_questions / max(1, counts.questions)
+        if max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers)) > UNKNOWN_SHARE:
             of_answers = f" and {counts.unknown_answers} of {answers} answers" if answers else ""
             yield (
                 "unknown tokens",
-                f"{counts.unknown_share:.0%} of the contexts' text{of_answers} are unknown tokens: the vocabulary lacks"
-                " them, so the model cannot tell them apart (use a model for this language, in training by"
-                " --model_name_or_path; BERT's tokenizers also need spaces in words above 100 characters)",
+                f"{counts.unknown_share:.0%} of the contexts' text, {counts.unknown_questions} {questions}{of_answers}"
+                " are unknown tokens: the vocabulary lacks them, so the model cannot tell them apart (use a model for"
+                " this language, in training by --model_name_or_path; BERT's tokenizers also need spaces in words above"
+                " 100 characters)",
             )
 
     def _of_training(self) -> Iterator[tuple[str, str]]:

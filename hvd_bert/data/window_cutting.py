@@ -146,6 +146,7 @@ class _Cut:
     `head`: tokens before the context piece, equal in all windows. `spans`: indices of each answer's first and last
     token in the context; -1, -1 without such tokens. `pieces`: the context tokens [start, stop) of each window.
     `shortened`: whether the question was truncated. `crowded`: whether its windows advance by at most a quarter.
+    `unknown`: whether the vocabulary lacks at least half of the question's tokens.
 
     [CLS] question tokens [SEP] tokens of the piece [SEP]
     <-------- head ----------->^context_start       ^context_end
@@ -159,6 +160,7 @@ class _Cut:
     pieces: list[tuple[int, int]]
     shortened: bool
     crowded: bool
+    unknown: bool
 
     def label(self, start: int, stop: int) -> tuple[int, int]:
         """Return the indices of the first answer's first and last token in the window of a piece; 0, 0 without both."""
@@ -169,7 +171,7 @@ class _Cut:
         return first + shift, last + shift
 
     @property
-    def is_unknown(self) -> bool:
+    def has_unknown_answer(self) -> bool:
         """Whether the vocabulary lacks all tokens of the first answer."""
         (first, last), unknown = self.spans[0], self.context.unknown
         return unknown.size > 0 and set(range(first, last + 1)) <= set(unknown.tolist())
@@ -195,7 +197,8 @@ def cut(
         head = np.array([*layout.before, *ids, *layout.between], dtype=np.int32)
         pieces, crowded = _pieces(len(context.ids), room - len(ids), options.doc_stride, length > _LONG_QUESTION)
         spans = _answer_spans(question, context)
-        cuts.append(_Cut(number, question, context, head, spans, pieces, length > longest, crowded))
+        unknown = 2 * ids.count(window_tokenizer.unk_id) >= len(ids) > 0
+        cuts.append(_Cut(number, question, context, head, spans, pieces, length > longest, crowded, unknown))
     windows = [(cut, *piece) for cut in cuts for piece in cut.pieces]
     batches = (
         _record_batch(windows[begin : begin + _WINDOWS_AT_ONCE], layout)
@@ -221,7 +224,8 @@ def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
         answerable_questions=len(answered),
         cut_answers=len(with_tokens) - found,
         tokenless_answers=len(answered) - len(with_tokens),
-        unknown_answers=sum(cut.is_unknown for cut in with_tokens),
+        unknown_questions=sum(cut.unknown for cut in cuts),
+        unknown_answers=sum(cut.has_unknown_answer for cut in with_tokens),
         several_answers=sum(has_several_answers(cut.question) for cut in cuts),
         unspaced_contexts=sum(cut.context.unspaced for cut in cuts),
         context_characters=sum(int(widths.sum()) for widths, _ in sizes),

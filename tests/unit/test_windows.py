@@ -167,6 +167,7 @@ WARNED = {
     ),
     "no token": (EVERY, [ask("the \x07 box", "\x07")], {}, ["1 of 1 answers", "--doc_stride"]),
     "unknown": (EVERY, [ask(THAI, THAI[:3])], LANGUAGE, ["100%", "1 of 1 answers", "--model_name"]),
+    "unknown question": (EVERY, [ask("the red", "red", question=THAI[:9] + "?")], {}, ["1 of 1 questions", "0 of 1 a"]),
     "long word": (EVERY, [ask("the red " + "x" * 101, "red")], LANGUAGE, ["94%", "0 of 1 answers", "100 characters"]),
     "answers": (EVERY[:1], [ask(COLOURS, "red", "green"), ask(COLOURS, "red")], {}, ["1 of 2", "examples.md"]),
     "length": (
