@@ -287,27 +287,28 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
 
 def test_questions_that_arrive_during_a_batch_share_the_next_one(qa, questions):
     pytest.importorskip("fastapi", reason="needs env/setup.sh --dev")
-    from answer_server import Batches
+    from answer_server import Batches, Request
 
+    requests = [Request(question=q.question, context=q.context) for q in questions[:9]]
     started, arrived, sizes = threading.Event(), threading.Event(), []
 
     class Slow:
         """Begins its first batch, then waits for more questions. Fails for the sixth question."""
 
-        def answers(self, batch):
+        def __call__(self, batch, top_k):
             sizes.append(len(batch))
             started.set()
             assert arrived.wait(60)
-            if questions[5] in batch:
+            if requests[5].model_dump(exclude={"top_k"}) in batch:
                 raise MemoryError
-            return qa.answers(batch)
+            return qa(batch, top_k=top_k)
 
     async def ask():
         batches = Batches(Slow(), size=4)
         running = asyncio.create_task(batches.run())
-        asked = [asyncio.create_task(batches.answer(questions[0]))]
+        asked = [asyncio.create_task(batches.answer(requests[0]))]
         await asyncio.to_thread(started.wait, 60)
-        asked += [asyncio.create_task(batches.answer(question)) for question in questions[1:9]]
+        asked += [asyncio.create_task(batches.answer(request)) for request in requests[1:]]
         await asyncio.sleep(0)  # all of them are waiting now
         asked[8].cancel()
         arrived.set()
