@@ -20,6 +20,7 @@ from hvd_bert.config.data import QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, mix
+from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.counts import FileCounts, count_shared
 from hvd_bert.data.sources import squad
@@ -64,6 +65,7 @@ class QuestionAnswering(EncoderTask):
         task = QUESTION_ANSWERING if args.do_train else trained_settings(name).get("task", QUESTION_ANSWERING)
         if task != QUESTION_ANSWERING:
             raise UserError(f"{name} was trained with --task {task}. Add this flag.")
+        default_cache_dir()  # reports an invalid variable before the model is loaded
         self.load_model(AutoModelForQuestionAnswering)
         self.counts: dict[str, dict[str, dict[str, int | float]]] = {}  # split -> file -> counts
         splits = ["train"] if args.do_train else []

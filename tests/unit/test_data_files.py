@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -105,19 +106,26 @@ def test_all_files_are_opened_before_the_first_is_tokenized(base, tmp_path, own_
     assert not own_cache.exists() and not (tmp_path / "out").exists()
 
 
+def test_wrong_cache_is_refused_before_the_model_is_loaded(base, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HVD_BERT_CACHE", "s3://b/cache")
+    with refused("HVD_BERT_CACHE", "s3://b/cache"):
+        train(base, "--model_name_or_path", "nowhere")
+
+
 def test_folders_and_patterns_that_are_no_file(tmp_path, make_questions, to_rows):
     rows = datasets.Dataset.from_list(to_rows(make_questions(2)))
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "both")
-    (tmp_path / "shards").mkdir()
+    (tmp_path / "[a]" / "shards").mkdir(parents=True)
+    shards = tmp_path / "[a]" / "shards"
     for name in ("README.md", "1.jsonl", "2.jsonl"):
-        rows.to_json(tmp_path / "shards" / name)
+        rows.to_json(shards / name)
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     for path, remedy in (
         (tmp_path / "saved", 'load_from_disk("PATH").to_json'),
-        (tmp_path / "both", 'load_from_disk("PATH")["train"].to_json'),
-        (tmp_path / "shards", "PATH/*.jsonl"),
-        (tmp_path / "shards" / "*.jsonl", "cat PATH"),
+        (tmp_path / "both", 'load_from_disk("PATH").items(): split.to_json'),
+        (shards, f"{glob.escape(str(shards))}/*.jsonl"),
+        (Path(glob.escape(str(shards)), "*.jsonl"), "cat PATH"),
         (arrow, "Dataset.from_file"),
     ):
         with refused(path, remedy.replace("PATH", str(path))):

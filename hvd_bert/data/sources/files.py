@@ -54,12 +54,15 @@ def _remedy(path: str) -> str:
     if not os.path.isdir(path):
         joined = f"Give one file. Files of JSON Lines can be joined: cat {path} > all.jsonl"
         return joined if glob.glob(path) and not os.path.lexists(path) else "Give a readable data file."
-    names = {Path(file).name: Path(file).suffix for file in glob.glob(os.path.join(glob.escape(path), "*"))}
-    split = '["train"]' if "dataset_dict.json" in names else ""
-    if split or "state.json" in names:  # of `save_to_disk`
-        return f'Convert it by datasets.load_from_disk("{path}"){split}.to_json("train.jsonl"), and name this file.'
+    folder, saved = glob.escape(path), f'datasets.load_from_disk("{path}")'
+    names = {Path(file).name: Path(file).suffix for file in glob.glob(os.path.join(folder, "*"))}
+    if "state.json" in names:  # of `save_to_disk`
+        return f'Convert it by {saved}.to_json("train.jsonl"), and name this file.'
+    if "dataset_dict.json" in names:
+        each = f'for name, split in {saved}.items(): split.to_json(f"{{name}}.jsonl")'
+        return f"Convert its splits by `{each}`, and name a file."
     suffix = max(sorted({*names.values()}), key=[*names.values()].count, default="")
-    pattern = os.path.join(path, f"*{suffix}")
+    pattern = os.path.join(folder, f"*{suffix}")
     return f"Name a file in it. --train_file and --validation_file also take a pattern, such as '{pattern}'."
 
 
