@@ -49,6 +49,7 @@ _REMEDIES = {
     "compile torchdynamo": "use --torch_compile",
     "activation_checkpointing": "use --gradient_checkpointing",
     "full_determinism": "use --deterministic",
+    "version": "run `pip show hvd-bert`",
     "dry_run debug": "use --fast_dev_run to try a run",
     "patience early_stopping": "use --early_stopping_patience",
     # evaluation and output
@@ -99,7 +100,7 @@ def unknown(noun: str, words: Sequence[str], prefix: str = "--") -> list[str]:
     """
     given: dict[str, list[str]] = {}
     for word in words:
-        given.setdefault(hint(word.strip("-'").split("=")[0], prefix), []).append(shortened(word))
+        given.setdefault(hint(word.strip("-'").split("=")[0], prefix), []).append(shortened(word) or "''")
     several = {end: end.replace("Leave it", "Leave them") for end in given if len(given[end]) > 1}
     return [f"{noun}{'s' * (end in several)} {', '.join(same)}{several.get(end, end)}" for end, same in given.items()]
 

@@ -18,9 +18,9 @@ LARGEST = 2**32 - 1  # maximum of whole numbers; all libraries accept it as a se
 MAX_SECONDS = 1e9  # maximum of durations; the system's clocks overflow beyond 9e9
 AUTO = 0  # the number that represents the word auto
 MAX_RUNS = 1000  # maximum number of repetitions of a measurement
-# URLs, also after pathlib has merged their slashes, HOST:/PATH, NAME=URL and Windows' drives.
-_ADDRESS = re.compile(r"[^/]*:/|(file|hf|https?|ftp|s3a?|gs|gcs|az|abfss?|hdfs):|[A-Za-z]:\\")
-_UNEXPANDED = re.compile(r"^~|\$\{?[A-Za-z_]")
+# URLs, also after pathlib has merged their slashes, HOST:/PATH, NAME=URL and Windows' drives and shares.
+_ADDRESS = re.compile(r"[^/]*:/|(file|hf|https?|ftp|s3a?|gs|gcs|az|abfss?|hdfs):|([a-z]:|\\)\\", re.IGNORECASE)
+_UNEXPANDED = re.compile(r"^~|\$[({A-Za-z_]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def plain_text(text: str) -> str:
 
 def name_or_path(text: str) -> str:
     """Parse a local path or a hub name, as a shell does: expand ~ and variables. Does not test whether it exists."""
-    path = os.path.expanduser(os.path.expandvars(plain_text(text)))
+    path = plain_text(os.path.expanduser(os.path.expandvars(text)))
     problem = ""
     if _ADDRESS.match(path):
         problem = (
@@ -150,15 +150,12 @@ def name_or_path(text: str) -> str:
             " after the run"
         )
     elif _UNEXPANDED.search(path) and not os.path.lexists(path):
-        problem = "names a variable or user that does not exist: export the variable, or write the whole path"
+        problem = (
+            "has a variable, user or command that cannot be expanded: export the variable, or write the whole path"
+        )
     if problem:
         raise argparse.ArgumentTypeError(f"{shortened(repr(text))} {problem}")
     return path
-
-
-def path(text: str) -> Path:
-    """Parse a path as `name_or_path` does."""
-    return Path(name_or_path(text))
 
 
 def checked_path(name: str, text: str) -> str:
@@ -184,9 +181,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         for action in (None, "store"):
             self.register("action", action, Checked)
-        checks = {int: whole_number, float: decimal, str: plain_text, None: plain_text, Path: path}
+        checks = {int: whole_number, float: decimal, str: plain_text, None: plain_text}
         for kind, check in checks.items():
             self.register("type", kind, check)
+        self.register("type", Path, lambda text: Path(name_or_path(text)))
+        self._negative_number_matcher = re.compile(r"-[\d.]")  # argparse's own takes -1e-3 for a flag
 
     @property
     def advice(self) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -208,12 +209,14 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--train_file=", ["--train_file", "''"]),
         ("--train_file=a\ud800b", ["--train_file", r"'a\ud800b'", "UTF-8"]),
         ("--null_score_diff_threshold=nan", ["--null_score_diff_threshold nan"]),
+        ("--version", ["`pip show hvd-bert`"]),
+        ("'' --seed 1", ["Unknown argument ''"]),
         ("--help lr", ["--help lr", "use --learning_rate.", "all, model", *GROUPS]),
     ],
 )
 def test_refused_flags(flags, named, capsys):
     with refused(*named):
-        parse(flags.split())
+        parse(shlex.split(flags))
     assert capsys.readouterr() == ("", "")  # only the entry point prints the error
 
 
@@ -278,7 +281,8 @@ def test_paths_are_local(parser, monkeypatch):
     models = {"model_name_or_path", "config_name", "tokenizer_name"}
     paths = [flag for flag in parser._actions if kinds.search(str(flag.metavar)) or flag.dest in models]
     for flag in paths:
-        for text in ("s3://b/x", "gs:/b/x", "hf:u/m", "file:///x", "n1:/x", "C:\\x", "$UNSET/x", "~no_user/x"):
+        addresses = "s3://b/x", "gs:/b/x", "HF:u/m", "file:///x", "n1:/x", "C:\\x", "\\\\n1\\x"
+        for text in (*addresses, "$UNSET/x", "~no_user/x", "$(pwd)/x"):
             with refused(repr(text), error=argparse.ArgumentError):
                 parser._get_value(flag, text)
         assert str(parser._get_value(flag, "user/model-1.0")) == "user/model-1.0"
@@ -309,6 +313,9 @@ def test_homes_are_expanded(tmp_path, monkeypatch):
     for address in ("s3://b/x.json", "dev=s3://b/x.json"):
         with refused("s3://b/x.json"):
             parse(["--config", write(tmp_path, f"validation_file: {address}")])
+    monkeypatch.setenv("EMPTY", "")
+    with refused("--output_dir", "empty"):
+        parse(["--output_dir", "$EMPTY"])
     with refused("--config 's3://b/x.yaml'"):
         parse(["--config", "s3://b/x.yaml"])
 
@@ -378,6 +385,7 @@ def test_dropped_flags_are_removed_in_all_spellings() -> None:
     words += ["--null_score_diff_threshold", "-1e-5"]
     remaining = ["--seed", "1", "--bf16", "--null_score_diff_threshold", "-1e-5"]
     assert drop_flags(words, ["max_seq_length", "do_eval", "timeline"]) == remaining
+    assert parse(remaining).as_flat()["null_score_diff_threshold"] == -1e-5
     assert override_argv(words, ["--seed=2", "--do_eval"]) == [*words[2:3], *words[4:], "--seed=2", "--do_eval"]
 
 

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, add_number, path
+from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.launch import find_launcher, other_sizes, speaks_first
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
@@ -68,7 +68,7 @@ def make_parser() -> Parser:
     prove += " False)"
     modes.add_argument("--prove", action="store_true", help=prove)
     log = "In place of the checks, print the first failure in the log of a run, with its rank and host. (default: none)"
-    modes.add_argument("--log", metavar="FILE", type=path, help=log)
+    modes.add_argument("--log", metavar="FILE", type=Path, help=log)
     return parser
 
 
@@ -79,7 +79,7 @@ def _add_hosts(parser: Parser) -> None:
     named += " run. (default: this host)"
     hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=named)
     hostfile = "File of the hosts, with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)"
-    hosts.add_argument("--hostfile", metavar="FILE", type=path, help=hostfile)
+    hosts.add_argument("--hostfile", metavar="FILE", type=Path, help=hostfile)
     port, limits = "Port of ssh on the hosts. (default: ssh's)", Limits(minimum=1, maximum=65535)
     parser.add_argument("--ssh_port", "--ssh-port", metavar="N", type=int, limits=limits, help=port)
     key = "Private key for ssh. (default: ssh's)"
