@@ -170,8 +170,10 @@ def _check_folder(kind: Any, path: Path) -> None:
     needed = ["config.json"] if kind.__name__ != "AutoTokenizer" else ["config.json", "*token*", "vocab*", "*.model"]
     if path.is_dir() and not any(file for pattern in needed for file in path.glob(pattern)):
         models = sorted(str(file.parent) for file in path.glob("*/config.json"))
-        others = f" Name a folder in it, such as {', '.join(models[:3])}." if models else " Name another."
-        raise UserError(f"The folder '{path}' holds no model (config.json is missing).{others}")
+        remedy = f"Name a folder in it, such as {', '.join(models[:3])}." if models else "Name another."
+        if (path / "adapter_config.json").exists():
+            remedy = "Merge its adapter into the model (peft's `merge_and_unload`), save that, and name its folder."
+        raise UserError(f"The folder '{path}' holds no model (config.json is missing). {remedy}")
 
 
 def reported(name: str) -> contextlib.AbstractContextManager[None]:

@@ -34,6 +34,7 @@ _FOREIGN = {
     "*.pt": "a checkpoint of another program",
     "*.pth": "a checkpoint of another program",
     "config.json": "a model without the state of its training",
+    "adapter_config.json": "an adapter of PEFT without its model",
 }
 
 
@@ -140,8 +141,9 @@ def _describe(path: Path) -> str:
     if not kind:
         problem = "is not a checkpoint" if path.exists() else "does not exist"
         return f"{problem}. Name a folder checkpoint-N of a run, or leave the flag out."
-    source = f"replace the flag by --model_name_or_path {path}"
-    if "config.json" not in inside:
+    folder = path if path.is_dir() else path.parent
+    source = f"replace the flag by --model_name_or_path {folder}"
+    if not (folder / "config.json").exists():
         source = "save its model with transformers' `save_pretrained`, and name that folder with --model_name_or_path"
     return f"is {kind}, which cannot be resumed. To start a new run from its weights, {source}."
 

@@ -144,6 +144,7 @@ CASES["weights: torch.save"] = with_pickle(lambda path, code: torch.save({"a": c
 CASES["weights: cut off"] = lambda folder: os.truncate(folder / "model.safetensors", 2000), ""
 CASES["no weights"] = without("model.safetensors"), ""
 CASES["no config"] = without("config.json"), "config.json"
+CASES["adapter"] = lambda folder: os.rename(folder / "config.json", folder / "adapter_config.json"), "merge_and_unload"
 CASES["no vocabulary"] = without("tokenizer.json", "tokenizer_config.json"), "has no vocabulary"
 
 

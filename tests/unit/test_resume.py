@@ -116,6 +116,7 @@ def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
         ("trainer/checkpoint-10/trainer_state.json", ["/trainer/checkpoint-10."]),
         ("last.ckpt", ["Lightning", "`save_pretrained`"]),
         ("state/random_states_0.pkl", ["Accelerate", "`save_pretrained`"]),
+        ("lora/adapter_config.json", ["PEFT", "`save_pretrained`"]),
         ("model/model.safetensors", ["without the state of its training", "--model_name_or_path", "/model."]),
         ("notes/a.txt", ["is not a checkpoint"]),
     ],
@@ -126,6 +127,8 @@ def test_checkpoints_of_other_programs_are_described(tmp_path, file, named):
     path.write_text("x")
     if "--model_name_or_path" in named:
         (path.parent / "config.json").write_text("{}")
+        with refused(f"--model_name_or_path {path.parent}."):
+            found("--resume_from_checkpoint", path.parent / "config.json")
     given = tmp_path / path.relative_to(tmp_path).parts[0]
     with refused(f"--resume_from_checkpoint {given}", *named):
         found("--resume_from_checkpoint", given)
