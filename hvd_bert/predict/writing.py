@@ -96,26 +96,29 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
 def _write_lines(file: Any, table: pa.Table) -> None:
     """Write a table as JSON Lines. Columns of the type json follow as they are."""
     names = [field.name for field in table.schema if isinstance(field.type, pa.JsonType)]
-    texts = [[f", {_json(name)}: {text or 'null'}" for text in table[name].to_pylist()] for name in names]
+    texts = [[f", {as_json(name)}: {text or 'null'}" for text in table[name].to_pylist()] for name in names]
     for number, row in enumerate(table.drop_columns(names).to_pylist()):
-        file.write(f"{_json(row)[:-1]}{''.join(column[number] for column in texts)}}}\n")
+        file.write(f"{as_json(row)[:-1]}{''.join(column[number] for column in texts)}}}\n")
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
     """Write a table as CSV. Lists and structures become JSON texts."""
     for number, field in enumerate(table.schema):
         if pa.types.is_nested(field.type):
-            texts = [_json(value) for value in table.column(number).to_pylist()]
+            texts = [as_json(value) for value in table.column(number).to_pylist()]
             table = table.set_column(number, field.name, pa.array(texts, pa.string()))
     writer.write_table(table)
 
 
-def json_text(value: Any) -> str:
-    """Format a value of a JSON file as JSON. Unpaired surrogates stay escaped."""
-    text = _json(value)
-    return text if text.isascii() or text.encode(errors="ignore").decode() == text else json.dumps(value)
-
-
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """Format a value as JSON, with dates, times and decimals as texts."""
-    return json.dumps(value, ensure_ascii=False, default=lambda other: getattr(other, "isoformat", other.__str__)())
+
+    def as_text(other: Any) -> str:
+        return other.isoformat() if hasattr(other, "isoformat") else str(other)
+
+    return escaped(json.dumps(value, ensure_ascii=False, default=as_text))
+
+
+def escaped(text: str) -> str:
+    """Escape unpaired surrogates, which UTF-8 cannot hold, as JSON does."""
+    return text.encode(errors="backslashreplace").decode()

@@ -90,18 +90,26 @@ def check_names(name: str, columns: list[str]) -> list[str]:
     return columns
 
 
+def each_row(located: Iterable[files.Located]) -> Iterator[files.Located]:
+    """Yield the rows of `files.parsed`, also those in lists and in {"data": [ROW, ...]}, with their paths."""
+    for where, value in located:
+        inner = value.get("data") if isinstance(value, dict) and not where and "context" not in value else None
+        if isinstance(inner, list) and all(isinstance(row, dict) for row in inner):
+            where, value = "data", inner
+        if isinstance(value, list):
+            yield from ((f"{where}[{number}]", row) for number, row in enumerate(value))
+        else:
+            yield where, value
+
+
 def _objects(name: str, located: Iterable[files.Located]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `files.parsed`. Raises UserError at the first mistake, or value that is not an object."""
-    for where, value in located:
-        if isinstance(value, Mistake):
-            raise UserError(f"{name}: {value}. Fix the file.")
-        inner = value.get("data") if isinstance(value, dict) and not where else None  # {"data": [ROW, ...]}
-        if isinstance(inner, list) and all(isinstance(row, dict) for row in inner):
-            value = inner
-        for number, row in enumerate(value if isinstance(value, list) else [value]):
-            if not isinstance(row, dict):
-                raise UserError(f"{name}: {where or f'[{number}]'}: should be an object ({shown(row)}). Fix the file.")
-            yield row
+    for where, row in each_row(located):
+        if isinstance(row, Mistake):
+            raise UserError(f"{name}: {row}. Fix the file.")
+        if not isinstance(row, dict):
+            raise UserError(f"{name}: {where}: should be an object ({shown(row)}). Fix the file.")
+        yield row
 
 
 def _array(name: str, column: str, values: list[Any]) -> pa.Array:

@@ -60,7 +60,7 @@ MODULES = {
     "monitoring": "peaks recording usage",
     "output": "callback card metrics_log output_dir run_folder",
     "output/reporters": "base tensorboard wandb",
-    "predict": "__main__ answerer answering rows writing",
+    "predict": "__main__ answerer answering reading rows writing",
     "storage": "locks reading writing",
     "strategies": "base ddp deepspeed dp fsdp horovod word_rows",
     "tasks": "base dataset encoder question_answering rows tokenizer trained",
