@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 from pyarrow.csv import CSVWriter
@@ -81,7 +82,7 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
         file = ParquetWriter(new, schema)
         write = file.write_table
     else:
-        types = [pa.string() if pa.types.is_nested(kind) else kind for kind in schema.types]
+        types = [pa.string() if _becomes_text(kind) else kind for kind in schema.types]
         file = CSVWriter(new, pa.schema(list(zip(schema.names, types, strict=True))))
         write = partial(_write_csv, file)
     try:
@@ -104,10 +105,15 @@ def _write_lines(file: Any, table: pa.Table) -> None:
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
     """Write a table as CSV. Lists and structures become JSON texts."""
     for number, field in enumerate(table.schema):
-        if pa.types.is_nested(field.type):
-            texts = [as_json(value) for value in table.column(number).to_pylist()]
+        if _becomes_text(field.type):
+            values = table.column(number).to_pylist()
+            texts = [str(value) if isinstance(value, str | UUID) else as_json(value) for value in values]
             table = table.set_column(number, field.name, pa.array(texts, pa.string()))
     writer.write_table(table)
+
+
+def _becomes_text(kind: pa.DataType) -> bool:
+    return pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType)
 
 
 def as_json(value: Any) -> str:

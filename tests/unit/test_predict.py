@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pandas
+import pyarrow
 import pytest
+from pyarrow import parquet
 from refusals import check_refusal, refused
 from test_answerer import model, questions  # noqa: F401  # fixtures
 from test_world import make_world
@@ -234,6 +237,15 @@ def test_columns_of_the_input_are_kept(model, tmp_path, suffix):  # noqa: F811
         answered("no model", *words[1:])
     answered(*words, "--overwrite_columns")
     assert read_rows(output)[0]["start"] == first["start"]
+
+
+def test_types_that_csv_lacks_become_texts(model, tmp_path):  # noqa: F811
+    columns = {name: [GOOD[name]] for name in ("question", "context")}
+    key = pyarrow.array([UUID(int=5).bytes], pyarrow.uuid())
+    parquet.write_table(pyarrow.table(columns | {"key": key, "list": [[1]]}), tmp_path / "a.parquet")
+    answered(model, "--input", tmp_path / "a.parquet", "--output", tmp_path / "a.csv")
+    (row,) = read_rows(tmp_path / "a.csv")
+    assert (row["key"], row["list"]) == (str(UUID(int=5)), "[1]")
 
 
 def test_columns_are_those_of_the_training_where_the_file_has_them(model, tmp_path):  # noqa: F811
