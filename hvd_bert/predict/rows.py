@@ -44,7 +44,8 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
             if writes:
                 new = output.enter_context(reserved(flags.output, flags.overwrite))
-        first = rows.select(range(1))  # shows the columns of the predictions, which may be refused
+        # A few rows show the columns of the predictions, which may be refused. One might be squeezed to a number.
+        first = rows.select(range(min(8, len(rows))))
         found = task.predict(first)
         with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
             if writes:
