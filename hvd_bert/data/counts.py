@@ -72,8 +72,8 @@ class WindowCounts:
 class FileCounts:
     """The counts of a file, and what is needed to judge them.
 
-    `purpose`: "training", "validation" or "prediction". `shared`: number of questions that the training data have, too.
-    `answer_language`: rules of the metric.
+    `purpose`: "training", "validation" or "prediction". `answer_language`: rules of the metric. `shared`: number of
+    questions that the training data have, too; None without training data.
     """
 
     name: str
@@ -82,7 +82,7 @@ class FileCounts:
     findings: Findings = field(default_factory=Findings)
     max_answer_length: int = 0
     answer_language: str = SQUAD_RULES
-    shared: int = 0
+    shared: int | None = None
 
     def facts(self) -> dict[str, int | float]:
         """Return the counts for train_results.json."""
@@ -103,7 +103,8 @@ class FileCounts:
         if self.purpose == "training":
             return found | {"several_answers": counts.several_answers}
         longer = counts.longer_answers(self.max_answer_length)
-        return found | {"answers_above_max_length": longer, "shared_questions": self.shared}
+        shared = {} if self.shared is None else {"shared_questions": self.shared}
+        return found | {"answers_above_max_length": longer} | shared
 
     def warn(self, told: set[str] | None = None) -> None:
         """Log the columns and the warnings, except kinds of warnings in `told`, to which the logged kinds are added."""
@@ -148,8 +149,8 @@ class FileCounts:
         if counts.lost_answers:
             yield (
                 "lost answers",
-                f"{counts.lost_answers} of {answers} answers are not completely inside any window; training treats"
-                " them as missing (raise --doc_stride to keep longer answers whole)",
+                f"{counts.lost_answers} of {answers} answers are not completely inside any window, and count as"
+                " missing in the loss (raise --doc_stride to keep longer answers whole)",
             )
         asked = counts.unknown_questions / max(1, counts.questions)
         if max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers)) > UNKNOWN_SHARE:
@@ -157,9 +158,8 @@ class FileCounts:
             yield (
                 "unknown tokens",
                 f"{counts.unknown_share:.0%} of the contexts' text, {counts.unknown_questions} {questions}{of_answers}"
-                " are unknown tokens: the vocabulary lacks them, so the model cannot tell them apart (use a model for"
-                " this language, in training by --model_name_or_path; BERT's tokenizers also need spaces in words above"
-                " 100 characters)",
+                " are unknown tokens, which the model cannot tell apart (name a model for this language, in training by"
+                " --model_name_or_path; a word above 100 characters is unknown to BERT's tokenizers, too)",
             )
 
     def _of_training(self) -> Iterator[tuple[str, str]]:

@@ -50,7 +50,7 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
             if writes:
                 check_columns(flags.output, _with_columns(first, flags, task_name, found).schema)
-        found = task.predict(rows)
+        found = task.predict(rows) if len(rows) > len(first) else found
         with world.writing("--output", flags.output) as writes:
             if writes:
                 table = _with_columns(rows, flags, task_name, found)
@@ -62,7 +62,8 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
 
 
 def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
-    given = {name: getattr(flags, name) for name in ANSWERING if getattr(flags, name) is not None}
+    names = (*ANSWERING, "question_column", "context_column", "answer_column")
+    given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     return given | {
         "task": task_name,
         "model_name_or_path": flags.model,

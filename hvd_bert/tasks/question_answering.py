@@ -120,9 +120,10 @@ class QuestionAnswering(EncoderTask):
     def _report(self, purpose: str, name: str, table: WindowTable, warns: bool) -> None:
         """Record the counts of a file and, if `warns`, log the warnings about its data."""
         data = self.config.data
-        shared = count_shared(table.keys, self.train.windows.keys) if self.train else 0
-        limits = data.max_answer_length, data.answer_language
-        file = FileCounts(name, purpose, table.counts, table.findings, *limits, shared)
+        shared = count_shared(table.keys, self.train.windows.keys) if self.train else None
+        file = FileCounts(
+            name, purpose, table.counts, table.findings, data.max_answer_length, data.answer_language, shared
+        )
         self.counts.setdefault(purpose, {})[name] = file.facts()
         if warns:
             file.warn()

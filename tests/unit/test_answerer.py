@@ -309,7 +309,8 @@ def test_questions_that_arrive_during_a_batch_share_the_next_one(qa, questions):
         asked = [asyncio.create_task(batches.answer(requests[0]))]
         await asyncio.to_thread(started.wait, 60)
         asked += [asyncio.create_task(batches.answer(request)) for request in requests[1:]]
-        await asyncio.sleep(0)  # all of them are waiting now
+        while batches.waiting.qsize() < len(requests) - 1:
+            await asyncio.sleep(0)
         asked[8].cancel()
         arrived.set()
         found = await asyncio.gather(*asked, return_exceptions=True)

@@ -125,7 +125,7 @@ def test_folders_and_patterns_that_are_no_file(tmp_path, make_questions, to_rows
         (tmp_path / "saved", 'load_from_disk("PATH").to_json'),
         (tmp_path / "both", 'load_from_disk("PATH").items(): split.to_json'),
         (shards, f"{glob.escape(str(shards))}/*.jsonl"),
-        (Path(glob.escape(str(shards)), "*.jsonl"), "cat PATH"),
+        (Path(glob.escape(str(shards)), "*.jsonl"), "join files"),
         (arrow, "Dataset.from_file"),
     ):
         with refused(path, remedy.replace("PATH", str(path))):
@@ -186,7 +186,7 @@ def test_evaluation_scores_all_questions_with_a_text_as_answer(bad_file, make_qu
 
 
 def test_repair_moves_answers_whose_text_occurs_once(bad_file, make_questions, tokenizer, own_cache, caplog):
-    with refused("In 2 of the questions", "--bad_examples repair"):
+    with refused("answers of 2 question(s)", "--bad_examples repair"):
         squad.open_file(bad_file, False).questions()
     expected = make_questions(12)
     for purpose, unlocated, left_out in (("training", [], 7), ("evaluation", ["q3", "q5", "q6"], 4)):

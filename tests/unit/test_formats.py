@@ -359,7 +359,7 @@ def test_texts_that_look_equal(tmp_path, context, answer, named):
         ("It is True", True, None),
     ],
 )
-@pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
+@pytest.mark.parametrize("name", ["JSON Lines", "Parquet"])
 def test_numbers_as_answers(tmp_path, name, context, answer, expected):
     content = FORMATS[name]([{**ROW, "context": context, "answers": answer}])
     if expected:
@@ -406,7 +406,7 @@ def test_rows_of_words_are_named(tmp_path, name, answers):
     content = as_csv([{key: str(value) for key, value in row.items()} for row in rows])
     content = content if name in ("CSV", "tab-separated") else FORMATS[name](rows)
     for column in ("answers", *answers):
-        with refused("a list of words", "2 mistakes in 2", "Join", "docs/guides/examples.md") as raised:
+        with refused("a list of words", "2 mistakes in 2", "Join", "docs/guides/tasks.md") as raised:
             read(tmp_path, content, Reading(answer_column=column))
         assert "columns" not in str(raised.value)
 

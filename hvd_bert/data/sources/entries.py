@@ -23,9 +23,12 @@ _Text = str | int  # whole numbers become texts: 1912.0 becomes "1912"
 _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # notation of numpy arrays in pandas' cells
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
-_SPANS = "char_spans"  # key of the places in MRQA's answers
-_TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # types of non-text fields
-_TYPES[_SPANS] = "pairs of a first and a last character"
+_SPANS = "char_spans"  # key of the positions of MRQA's answers
+_TYPES = {  # types of fields other than text
+    "answer_start": "a whole number",
+    "is_impossible": "true or false",
+    _SPANS: "pairs of a first and a last character",
+}
 _WORDS_IN_CSV = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
@@ -156,14 +159,14 @@ def _is_words(field: str, value: Any) -> bool:
 
 
 def _given_answers(values: Mapping[str, Any], spans: Any, context: str) -> list[tuple[Any, Any]]:
-    """Pair a row's answer texts with their starts. `spans`: MRQA's answers with places, which come first, or None."""
+    """Pair a row's answer texts with their starts. `spans`: MRQA's answers, which come first, or None."""
     start = _parsed("answer_start", values.get("answer_start"), "")
     pairs = _pairs("answers", _parsed("answers", values.get("answers"), context), start, context)
     if not spans:
         return pairs
-    places = _pairs("detected_answers", _parsed("detected_answers", spans, ""), None, context)
-    texts = [text for text, _ in places]
-    return places + [pair for pair in pairs if pair[0] not in texts and not _is_missing(pair[0], context)]
+    located = _pairs("detected_answers", _parsed("detected_answers", spans, ""), None, context)
+    texts = [text for text, _ in located]
+    return located + [pair for pair in pairs if pair[0] not in texts and not _is_missing(pair[0], context)]
 
 
 def _pairs(at: str, answers: Any, starts: Any, context: str) -> list[tuple[Any, Any]]:
@@ -191,9 +194,9 @@ def _in_spans(at: str, text: Any, spans: Any, context: str) -> list[tuple[Any, A
     """
     if isinstance(text, list) and isinstance(spans, list) and len(text) == len(spans):
         return [pair for some in zip(text, spans, strict=True) for pair in _in_spans(at, *some, context)]
-    places = _converted(f"{at}.{_SPANS}", spans, list[tuple[int, int]] | _Spans)
+    ends = _converted(f"{at}.{_SPANS}", spans, list[tuple[int, int]] | _Spans)
     pairs = []
-    for start, last in zip(places.start, places.end, strict=False) if isinstance(places, _Spans) else places:
+    for start, last in zip(ends.start, ends.end, strict=False) if isinstance(ends, _Spans) else ends:
         found = context[start : last + 1] if start >= 0 else ""
         same = not context.startswith(str(text), start) and plain(found) == plain(str(text))
         pairs.append((found if same else text, start))
@@ -203,8 +206,8 @@ def _in_spans(at: str, text: Any, spans: Any, context: str) -> list[tuple[Any, A
 def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None, Mistake | None]:
     """Find an answer in its context. Returns its text in the context's Unicode form, and its start or None if unknown.
 
-    If the answer is not at `start`, but exactly once elsewhere, returns this place and the mistake. Raises Mistake if
-    it is neither, or if the first answer has no start and is not in the context exactly once.
+    If the answer is not at `start`, but exactly once elsewhere, returns this position and the mistake. Raises Mistake
+    if it is neither, or if the first answer has no start and is not in the context exactly once.
     """
     is_number, text = not isinstance(text, str), _answer_text(f"{at}.text", text, context)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -52,16 +53,16 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
 def _remedy(path: str) -> str:
     """Return what to give in place of a path that is no readable file."""
     if not os.path.isdir(path):
-        joined = f"Give one file. Files of JSON Lines can be joined: cat {path} > all.jsonl"
-        return joined if glob.glob(path) and not os.path.lexists(path) else "Give a readable data file."
+        is_pattern = glob.glob(path) and not os.path.lexists(path)
+        return "Give one file: join files of JSON Lines." if is_pattern else "Give a readable data file."
     folder, saved = glob.escape(path), f'datasets.load_from_disk("{path}")'
-    names = {Path(file).name: Path(file).suffix for file in glob.glob(os.path.join(folder, "*"))}
+    names = [file.name for file in sorted(Path(path).iterdir()) if file.is_file()]
     if "state.json" in names:  # of `save_to_disk`
         return f'Convert it by {saved}.to_json("train.jsonl"), and name this file.'
     if "dataset_dict.json" in names:
         each = f'for name, split in {saved}.items(): split.to_json(f"{{name}}.jsonl")'
         return f"Convert its splits by `{each}`, and name a file."
-    suffix = max(sorted({*names.values()}), key=[*names.values()].count, default="")
+    ((suffix, _),) = Counter(Path(name).suffix for name in names).most_common(1) or [("", 0)]
     pattern = os.path.join(folder, f"*{suffix}")
     return f"Name a file in it. --train_file and --validation_file also take a pattern, such as '{pattern}'."
 

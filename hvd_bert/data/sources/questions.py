@@ -23,7 +23,7 @@ _SHOWN = 5  # maximum number of mistakes in a message
 UNANSWERED, WORDS = "unanswered question", "list of words"
 _WAYS_OUT = {
     UNANSWERED: "For questions without an answer, as in SQuAD v2.0, add --version_2_with_negative.",
-    WORDS: "Join the words with spaces and give answers as texts, or train a tagger: docs/guides/examples.md.",
+    WORDS: "Join the words with spaces and give answers as texts, or train a tagger: docs/guides/tasks.md.",
 }
 
 
@@ -165,16 +165,18 @@ def checked(
         kinds = {mistake.kind for mistake in mistakes}
         ways_out = " ".join(["Fix the file.", *(way_out for kind, way_out in _WAYS_OUT.items() if kind in kinds)])
         if once := sum(mistake.repaired is not None for mistake in mistakes):
-            ways_out += f" In {once} of the questions, misplaced answers occur once. To move them there, add"
-            ways_out += " --bad_examples repair."
+            ways_out += f" To move the misplaced answers of {once} question(s) to the only occurrence of their text,"
+            ways_out += " add --bad_examples repair."
         if questions and reading.purpose != "prediction":
             ways_out += " To leave out the questions with mistakes, add --bad_examples skip."
         raise UserError(f"{name}: {shown}{total}. {ways_out}")
     if not questions:
         raise UserError(f"{name}: no questions found. Give a file with questions.")
     counts = dict(Counter(mistake.kind for mistake in mistakes).most_common())
-    descriptions = ([*map(str, some[:_SHOWN])] for some in (mistakes, moved))
-    return questions, Findings("", counts, next(descriptions), left_out, len(moved), next(descriptions))
+    first_mistakes, first_moved = ([*map(str, some[:_SHOWN])] for some in (mistakes, moved))
+    return questions, Findings(
+        mistakes=counts, first=first_mistakes, left_out=left_out, repaired=len(moved), first_repaired=first_moved
+    )
 
 
 def _unusable(
