@@ -87,9 +87,8 @@ class QuestionAnswerer:
         data = DataArguments(**settings)
         self.window_options = WindowOptions(data.max_seq_length, data.doc_stride)
         self.span_options = span_options(data)
-        self.threshold = describe_threshold(name, self.span_options)
-        if self.threshold:
-            log.info("%s", self.threshold)
+        if threshold := describe_threshold(name, self.span_options):
+            log.info("%s", threshold)
         check_lengths(self.window_options, tokenizer)
         with as_user_error(lambda reason: f"device {str(device)!r} cannot be used ({reason}). Name another."):
             self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)

@@ -28,7 +28,7 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, log, visible
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.cpu import kernels
-from hvd_bert.predict.answerer import QuestionAnswerer, blocks
+from hvd_bert.predict.answerer import QuestionAnswerer, blocks, describe_threshold
 from hvd_bert.predict.reading import Input, read_input
 from hvd_bert.predict.writing import Write, check, escaped, reserved, written
 from hvd_bert.tasks.tokenizer import tokenizer_digest
@@ -51,8 +51,8 @@ def run(flags: argparse.Namespace) -> None:
     else:
         answer = qa(question=flags.question, context=flags.context)
         _show(flags.context, flags.question, answer)
-    if qa.threshold:
-        print(visible(qa.threshold))
+    if threshold := describe_threshold(flags.model, qa.span_options):
+        print(visible(threshold))
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
