@@ -29,7 +29,6 @@ FloatArray = npt.NDArray[np.float32]
 _Columns = npt.NDArray[np.float64]  # n candidates, [5, n]: score, start and end character, start and end logit
 _Row = tuple[float, int | None, int | None, float, float]  # one candidate; None, None: "no answer"
 _NO_ANSWER: _Row = (0.0, None, None, 0.0, 0.0)
-_LOWEST = np.finfo(np.float32).min
 
 # Null odds of a question without any span. Above all thresholds and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
@@ -166,7 +165,8 @@ def _best(candidates: _Columns, text: str, options: SpanOptions) -> list[_Row]:
     # -start_logit, the key of lowest priority, orders only duplicates of a span from two windows.
     order = np.lexsort((-start_logit, end, start, -score))
     best: dict[str | tuple[int, int], _Row] = {}
-    for score, start, end, *logits in candidates[:, order].T.tolist():
+    for index in order:
+        score, start, end, *logits = candidates[:, index].tolist()
         place = int(start), int(end)
         key = text[slice(*place)] if options.distinct_texts else place
         if key not in best:
@@ -193,16 +193,19 @@ def _best_candidates(window: WindowLogits, text: str, options: SpanOptions) -> _
     length = min(options.max_answer_length, num_tokens)
     padded_ends = np.concatenate((ends, np.full(length - 1, -np.inf, dtype=np.float32)))
     scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded_ends, length)).ravel()
-    count, different = options.n_best_size, 0
-    while different < options.n_best_size:  # once, unless texts repeat or tokens share their characters (emoji)
+    count = options.n_best_size
+    different: set[str | tuple[int, int]] = set()
+    while len(different) < options.n_best_size:  # once, unless texts repeat or tokens share their characters (emoji)
         count = min(count, scores.size)
         floor = np.partition(scores, scores.size - count)[scores.size - count]
-        chosen = np.flatnonzero(scores >= max(floor, _LOWEST))  # without spans of -inf
+        chosen = np.flatnonzero((scores >= floor) & (scores > -np.inf))
         first, extra = np.divmod(chosen, length)
         last = first + extra
         char_starts, char_ends = window.char_starts[first], window.char_ends[last]
-        places = zip(char_starts.tolist(), char_ends.tolist(), strict=True)
-        different = len({text[slice(*place)] for place in places} if options.distinct_texts else set(places))
+        for place in zip(char_starts.tolist(), char_ends.tolist(), strict=True):
+            different.add(text[slice(*place)] if options.distinct_texts else place)
+            if len(different) == options.n_best_size:
+                break
         if count == scores.size:
             break
         count *= 2
