@@ -42,7 +42,8 @@ class SpanOptions:
     max_answer_length: int = 30  # tokens
     version_2_with_negative: bool = False
     null_score_diff_threshold: float = 0.0  # v2.0: the answer is "" if the null odds exceed this
-    distinct_texts: bool = False  # of spans with the same text, only the best is a candidate
+    listed: int = 0  # number of candidates to list, if more than n_best_size
+    distinct_texts: bool = False  # of spans with the same text, only the best is listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Candidate:
     """A possible answer: the characters [start, end) of the context.
 
     For "no answer", `text` is empty, and `start` and `end` are None.
-    `probability`: softmax of the scores over the n best candidates. The keys of the question-answering pipeline of
-    transformers 4 also work: candidate["answer"], ["start"], ["end"] and ["score"].
+    `probability`: exp(score) divided by its sum over the n best candidates. The keys of the question-answering pipeline
+    of transformers 4 also work: candidate["answer"], ["start"], ["end"] and ["score"].
     """
 
     text: str
@@ -104,8 +105,8 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
 
     A candidate is a start and an end in the context of one window, with end >= start and at most `max_answer_length`
     tokens. Its score is the sum of the two logits. The n best are the `n_best_size` best candidates over all windows
-    of a question. A span that is in several windows has its highest score. Equal texts of two spans are two candidates,
-    unless `distinct_texts`.
+    of a question. A span that is in several windows has its highest score. Equal texts of two spans are two candidates.
+    `listed` and `distinct_texts` change the list `nbest`, but no probability.
 
     v1.1: the best candidate is the answer. v2.0: the score of "no answer" is the minimum of start[CLS] + end[CLS] over
     the windows. "No answer" (text "") is sorted into the n best by its score; if its score is too low, it is the last
@@ -126,21 +127,26 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
 
 
 def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[_Row], options: SpanOptions) -> Answer:
-    rows = _best(np.concatenate(candidates, axis=1), question.context, options) if candidates else []
+    columns = np.concatenate(candidates, axis=1) if candidates else np.empty((5, 0))
+    rows = listed = _best(columns, options.n_best_size)
+    count = max(options.n_best_size, options.listed)
+    if options.distinct_texts or count > options.n_best_size:
+        listed = _best(columns, count, question.context if options.distinct_texts else None)
     is_answered, null_odds = bool(rows), None
     if options.version_2_with_negative:
         null = min(nulls, key=lambda row: (row[0], *row[3:]), default=_NO_ANSWER)  # of all windows, as in run_qa
         null_odds = null[0] - rows[0][0] if rows else CERTAINLY_NO_ANSWER
         is_answered = is_answered and not null_odds > options.null_score_diff_threshold
-        rows = _with_null(rows, null, options.n_best_size)
+        rows, listed = _with_null(rows, null, options.n_best_size), _with_null(listed, null, count)
     elif not rows:
-        rows = [_NO_ANSWER]
+        rows = listed = [_NO_ANSWER]
 
-    scores = np.array([score for score, *_ in rows])
-    weights = np.exp(scores - scores.max())
+    scores, listed_scores = (np.array([score for score, *_ in some]) for some in (rows, listed))
+    total = np.exp(scores - scores.max()).sum()
+    probabilities = np.exp(listed_scores - scores.max()) / total
     nbest = tuple(
         Candidate("" if start is None else question.context[start:end], start, end, probability, *logits)
-        for (_, start, end, *logits), probability in zip(rows, (weights / weights.sum()).tolist(), strict=True)
+        for (_, start, end, *logits), probability in zip(listed, probabilities.tolist(), strict=True)
     )
     # The threshold, not the order, decides between "no answer" and the best span.
     chosen = next(candidate for candidate in nbest if bool(candidate.text) == is_answered)
@@ -150,7 +156,7 @@ def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[
 def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
     """Insert "no answer" into the spans `rows` by its score, after spans of equal score.
 
-    If there are `count` spans (--n_best_size), "no answer" replaces the worst, unless that is the only span or "no
+    If there are `count` spans, "no answer" replaces the worst, unless that is the only span or "no
     answer" comes after all spans.
     """
     rank = sum(score >= null[0] for score, *_ in rows)
@@ -159,8 +165,8 @@ def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
     return [*rows[:rank], null, *rows[rank:]]
 
 
-def _best(candidates: _Columns, text: str, options: SpanOptions) -> list[_Row]:
-    """Return the `n_best_size` best different candidates, best first. `text`: the context."""
+def _best(candidates: _Columns, count: int, text: str | None = None) -> list[_Row]:
+    """Return the `count` best candidates with different positions or, if the context `text` is given, texts."""
     score, start, end, start_logit, _ = candidates
     # -start_logit, the key of lowest priority, orders only duplicates of a span from two windows.
     order = np.lexsort((-start_logit, end, start, -score))
@@ -168,16 +174,16 @@ def _best(candidates: _Columns, text: str, options: SpanOptions) -> list[_Row]:
     for index in order:
         score, start, end, *logits = candidates[:, index].tolist()
         place = int(start), int(end)
-        key = text[slice(*place)] if options.distinct_texts else place
+        key = place if text is None else text[slice(*place)]
         if key not in best:
             best[key] = (score, *place, *logits)
-            if len(best) == options.n_best_size:
+            if len(best) == count:
                 break
     return [*best.values()]
 
 
 def _best_candidates(window: WindowLogits, text: str, options: SpanOptions) -> _Columns:
-    """Return a window's candidates that may be among the n best of its question, unordered. Requires T >= 1.
+    """Return a window's candidates that may be listed for its question, unordered. Requires T >= 1.
 
     Includes all candidates that tie with the n-th best, since ties are broken over all windows of the question.
     `text`: the context.
@@ -193,9 +199,9 @@ def _best_candidates(window: WindowLogits, text: str, options: SpanOptions) -> _
     length = min(options.max_answer_length, num_tokens)
     padded_ends = np.concatenate((ends, np.full(length - 1, -np.inf, dtype=np.float32)))
     scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded_ends, length)).ravel()
-    count = options.n_best_size
+    listed = count = max(options.n_best_size, options.listed)
     different: set[str | tuple[int, int]] = set()
-    while len(different) < options.n_best_size:  # once, unless texts repeat or tokens share their characters (emoji)
+    while len(different) < listed:  # once, unless texts repeat or tokens share their characters (emoji)
         count = min(count, scores.size)
         floor = np.partition(scores, scores.size - count)[scores.size - count]
         chosen = np.flatnonzero((scores >= floor) & (scores > -np.inf))
@@ -204,7 +210,7 @@ def _best_candidates(window: WindowLogits, text: str, options: SpanOptions) -> _
         char_starts, char_ends = window.char_starts[first], window.char_ends[last]
         for place in zip(char_starts.tolist(), char_ends.tolist(), strict=True):
             different.add(text[slice(*place)] if options.distinct_texts else place)
-            if len(different) == options.n_best_size:
+            if len(different) == listed:
                 break
         if count == scores.size:
             break

@@ -118,7 +118,7 @@ class QuestionAnswerer:
         single = isinstance(question, Mapping) or (isinstance(question, str) and isinstance(context, str))
         options = self.span_options
         if top_k is not None:
-            options = replace(options, n_best_size=max(options.n_best_size, top_k), distinct_texts=True)
+            options = replace(options, listed=top_k, distinct_texts=True)
         answers = list(self.answers(_questions(question, context), options))
         found = answers if top_k is None else [list(answer.nbest[:top_k]) for answer in answers]
         return found[0] if single else found

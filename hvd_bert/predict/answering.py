@@ -61,7 +61,7 @@ def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswe
     precision, batch_size = "bf16" if flags.bf16 else "fp32", flags.per_device_eval_batch_size
     kernels.start(flags.cpu_kernels, precision, device)
     qa = QuestionAnswerer(flags.model, device=device, precision=precision, batch_size=batch_size, **settings)
-    qa.span_options = replace(qa.span_options, n_best_size=max(qa.span_options.n_best_size, flags.n_best))
+    qa.span_options = replace(qa.span_options, listed=flags.n_best)
     return qa
 
 

@@ -81,6 +81,7 @@ def test_dictionaries_and_top_k_as_in_transformers_pipeline(qa, questions):
     found = [first[key] for key in ("answer", "start", "end", "score")]
     assert found == [first.text, first.start, first.end, first.score]
     assert qa(asked[0], top_k=2) == list(first.nbest[:2])
+    assert {qa(asked[0], top_k=top_k)[0].score for top_k in (1, 25)} == {first.score}
     assert [[best["answer"] for best in top] for top in qa(asked, top_k=1)] == [[a.nbest[0].text] for a in answers]
     repeated = {"question": "Who?", "context": " ".join(["The box is red. The hall is green."] * 9)}
     places = [(candidate.start, candidate.end) for candidate in qa(repeated).nbest]

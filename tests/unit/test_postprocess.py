@@ -58,13 +58,10 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
                     start = float(w.start_logits[w.context_start + s])
                     end = float(w.end_logits[w.context_start + e])
                     spans.append((-(start + end), int(w.char_starts[s]), int(w.char_ends[e]), -start, end))
-    best: dict[Any, Any] = {}
-    for span in sorted(spans):
-        best.setdefault(q.context[span[1] : span[2]] if options.distinct_texts else span[1:3], span)
-    listed: list[dict[str, Any]] = [
-        {"text": q.context[a:b], "start_logit": -start, "end_logit": end, "score": -score, "span": (a, b)}
-        for score, a, b, start, end in [*best.values()][: options.n_best_size]
-    ]
+    count = max(options.n_best_size, options.listed)
+    own, listed = (
+        best(q, sorted(spans), *how) for how in ((False, options.n_best_size), (options.distinct_texts, count))
+    )
     text, null_odds = (listed[0]["text"] if listed else ""), None
     if options.version_2_with_negative:
         nulls = [(float(w.start_logits[0]), float(w.end_logits[0])) for w in windows]
@@ -73,15 +70,10 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
         null_odds = null["score"] - listed[0]["score"] if listed else None
         if listed and null_odds > options.null_score_diff_threshold:
             text = ""
-        both = sorted([*listed, null], key=lambda entry: -entry["score"])[: options.n_best_size]
-        if null not in both:
-            both.append(null)
-        if listed and both == [null]:
-            both.append(listed[0])
-        listed = both
+        own, listed = with_null(own, null, options.n_best_size), with_null(listed, null, count)
     elif not listed:
-        listed = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "score": 0.0, "span": None}]
-    total = sum(math.exp(entry["score"]) for entry in listed)
+        own = listed = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "score": 0.0, "span": None}]
+    total = sum(math.exp(entry["score"]) for entry in own)
     nbest = []
     for entry in listed:
         start, end = entry["span"] or (None, None)
@@ -89,6 +81,23 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
         nbest.append(Candidate(entry["text"], start, end, math.exp(entry["score"]) / total, *logits))
     chosen = next(candidate for candidate in nbest if candidate.text == text)
     return Answer(**vars(chosen), id=q.id, null_odds=null_odds, nbest=tuple(nbest))
+
+
+def best(q: Question, spans: list[Any], distinct_texts: bool, count: int) -> list[dict[str, Any]]:
+    different: dict[Any, Any] = {}
+    for span in spans:
+        different.setdefault(q.context[span[1] : span[2]] if distinct_texts else span[1:3], span)
+    return [
+        {"text": q.context[a:b], "start_logit": -start, "end_logit": end, "score": -score, "span": (a, b)}
+        for score, a, b, start, end in [*different.values()][:count]
+    ]
+
+
+def with_null(listed: list[dict[str, Any]], null: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    both = sorted([*listed, null], key=lambda entry: -entry["score"])[:count]
+    if null not in both:
+        both.append(null)
+    return [*both, listed[0]] if listed and both == [null] else both
 
 
 def assert_same(got: Answer, expected: Answer) -> None:
@@ -123,6 +132,7 @@ def cases(draw: st.DrawFn) -> Case:
         max_answer_length=draw(st.sampled_from([1, 2, 4, 30])),
         version_2_with_negative=draw(st.booleans()),
         null_score_diff_threshold=draw(st.sampled_from([-1.0, 0.0, 1.5])),
+        listed=draw(st.sampled_from([0, 5, 30])),
         distinct_texts=draw(st.booleans()),
     )
     return questions, windows, options

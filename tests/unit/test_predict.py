@@ -151,13 +151,15 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
     words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
     answered(*words)
     assert [*read_rows(output)[0]] == [*COLUMNS, "passage", "query"]
-    answered(*words, "--n_best", 5, "--overwrite")  # replaces the first answers
+    answered(*words, "--n_best", 50, "--overwrite")  # replaces the first answers
     rows = read_rows(output)
     for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
         values = (question.id, question.question, question.context, found.text)
         values += (found.start, found.end, found.score, found.null_odds, None, question.context, question.question)
         assert tuple(row[name] for name in (*COLUMNS, "passage", "query")) == values
-        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in found.nbest]
+        best = [(entry["text"], entry["probability"]) for entry in row["nbest"]]
+        assert best[: len(found.nbest)] == [(candidate.text, candidate.probability) for candidate in found.nbest]
+        assert len(best) == 50
         assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
 
 
