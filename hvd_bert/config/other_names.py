@@ -122,8 +122,10 @@ def hint(name: str, prefix: str = "--") -> str:
 
 
 def _misspells(name: str, flag: str) -> bool:
-    """Return whether `name` differs from `flag` by typing mistakes or missing words, not by other or further words."""
+    """Return whether `name` differs from `flag` by mistakes, shortened or missing words, not by other or more words."""
     words, right = name.split("_"), flag.split("_")
     different = "".join(word for word in words if word not in right)
     expected = "".join(word for word in right if word not in words)
-    return not different or difflib.SequenceMatcher(None, different, expected).ratio() >= LEAST_LIKE
+    if different in expected or (expected and expected in different):  # such as len for length
+        return True
+    return difflib.SequenceMatcher(None, different, expected).ratio() >= LEAST_LIKE

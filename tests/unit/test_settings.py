@@ -181,6 +181,9 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--evaluation_strategy 1", ["--evaluation_strategy", "--eval_strategy"]),
         ("--do_predict", ["--do_predict", "hvd-bert predict"]),
         ("--lr=1", ["--lr=1: use --learning_rate."]),
+        ("--max_answer_len 9", ["did you mean --max_answer_length?"]),
+        ("--lora_r 9", ["did you mean --lora_rank?"]),
+        ("--null_score_thresh 9", ["did you mean --null_score_diff_threshold?"]),
         ("--num-worker 8", ["Leave it out."]),  # a typo of another trainer's flag
         ("--label_smoothing=0.1", ["Unknown argument --label_smoothing=0.1: not available. Leave it out."]),
         ("--gradient_clip_algorithm norm", ["Unknown argument --gradient_clip_algorithm."]),  # not --max_grad_norm
