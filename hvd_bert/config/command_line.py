@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
@@ -47,6 +48,7 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
     "str": (str, None),
     "bool": (switch, None),
 }
+_LOOKS_LIKE_FLAG = re.compile(r"--[^ =]*(=|\Z)|-[^-\d. ][^ ]*\Z")  # argparse takes other words for values
 _FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 
@@ -162,13 +164,15 @@ def _parse_each(parser: Parser, words: Sequence[str], settings: argparse.Namespa
     """Parse the words of a command line into `settings`, flag by flag. Returns unknown flags, and errors in values."""
     flags: list[list[str]] = [[]]
     for word in words:
-        if word.startswith("--") and " " not in word.partition("=")[0]:  # otherwise argparse takes it for a value
+        if _LOOKS_LIKE_FLAG.match(word):
             flags.append([])
         flags[-1].append(word)
     others, wrong = list[str](), list[str]()
     for flag in flags:
         try:
-            others += parser.parse_known_args(flag, settings)[1][:1]  # the words after an unknown flag are its values
+            rest = parser.parse_known_args(flag, settings)[1]
+            is_flag = rest[:1] == flag[:1] and flag is not flags[0]
+            others += rest[:1] if is_flag else rest  # the words after an unknown flag are its values
         except UserError as error:
             wrong.append(str(error))
     return others, wrong

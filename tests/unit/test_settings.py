@@ -214,6 +214,8 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--null_score_diff_threshold=nan", ["--null_score_diff_threshold nan"]),
         ("--version", ["`pip show hvd-bert`"]),
         ("'' --seed 1", ["Unknown argument ''"]),
+        ("--foo -1 -my 3e-5", ["Unknown arguments --foo, -my."]),
+        ("junk1 junk2 --max_steps 3 junk3 junk4", ["junk1, junk2, junk3, junk4"]),
         ("--help lr", ["--help lr", "use --learning_rate.", "all, model", *GROUPS]),
     ],
 )
