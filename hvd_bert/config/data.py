@@ -121,6 +121,7 @@ class DataArguments:
         None,
         "Data set on the hub, for example squad or squad_v2.",
         default_text=f"{DEFAULT_DATASET}; with --version_2_with_negative squad_v2; with a data file none",
+        parse=name_or_path,
         replaces=("train_file", "validation_file"),
     )
     dataset_config_name: str | None = _data_source(

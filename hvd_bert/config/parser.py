@@ -18,9 +18,10 @@ LARGEST = 2**32 - 1  # maximum of whole numbers; all libraries accept it as a se
 MAX_SECONDS = 1e9  # maximum of durations; the system's clocks overflow beyond 9e9
 AUTO = 0  # the number that represents the word auto
 MAX_RUNS = 1000  # maximum number of repetitions of a measurement
+_SCHEMES = "abfss?|adl|az|dbfs|file|ftp|gcs|gs|hdfs|hf|https?|oss|r2|s3a?|sftp|ssh|wasbs?"
 # URLs, also after pathlib has merged their slashes, HOST:/PATH, NAME=URL and Windows' drives and shares.
-_ADDRESS = re.compile(r"[^/]*:/|(file|hf|https?|ftp|s3a?|gs|gcs|az|abfss?|hdfs):|([a-z]:|\\)\\", re.IGNORECASE)
-_UNEXPANDED = re.compile(r"^~|\$[({A-Za-z_]")
+_ADDRESS = re.compile(rf"[^/]*:/|({_SCHEMES}):|([a-z]:|\\)\\", re.IGNORECASE)
+_UNEXPANDED = re.compile(r"^~|\$[({A-Za-z_]|`")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,11 +283,11 @@ def test_paths_are_local(parser, monkeypatch):
     """Without a check, an output would be a local folder named like the address."""
     monkeypatch.delenv("UNSET", raising=False)
     kinds = re.compile(r"FILE(?!\.yaml)|FOLDER|DIR|PATH|MODEL$|OUT|RUNS")
-    models = {"model_name_or_path", "config_name", "tokenizer_name"}
-    paths = [flag for flag in parser._actions if kinds.search(str(flag.metavar)) or flag.dest in models]
+    names = {"model_name_or_path", "config_name", "tokenizer_name", "dataset_name"}
+    paths = [flag for flag in parser._actions if kinds.search(str(flag.metavar)) or flag.dest in names]
     for flag in paths:
-        addresses = "s3://b/x", "gs:/b/x", "HF:u/m", "file:///x", "n1:/x", "C:\\x", "\\\\n1\\x"
-        for text in (*addresses, "$UNSET/x", "~no_user/x", "$(pwd)/x"):
+        addresses = "s3://b/x", "gs:/b/x", "HF:u/m", "dbfs:x", "wasbs:c@a", "file:///x", "n1:/x", "C:\\x", "\\\\n1\\x"
+        for text in (*addresses, "$UNSET/x", "~no_user/x", "$(pwd)/x", "`pwd`/x"):
             with refused(repr(text), error=argparse.ArgumentError):
                 parser._get_value(flag, text)
         assert str(parser._get_value(flag, "user/model-1.0")) == "user/model-1.0"
