@@ -173,7 +173,10 @@ def _check_folder(kind: Any, path: Path) -> None:
         remedy = f"Name a folder in it, such as {', '.join(models[:3])}." if models else "Name another."
         if (path / "adapter_config.json").exists():
             remedy = "Merge its adapter into the model (peft's `merge_and_unload`), save that, and name its folder."
-        raise UserError(f"The folder '{path}' holds no model (config.json is missing). {remedy}")
+        lacks = "model (config.json is missing)"
+        if kind.__name__ == "AutoTokenizer":
+            lacks = "model or tokenizer (config.json and tokenizer.json are missing)"
+        raise UserError(f"The folder '{path}' holds no {lacks}. {remedy}")
 
 
 def reported(name: str) -> contextlib.AbstractContextManager[None]:

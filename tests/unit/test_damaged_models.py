@@ -313,8 +313,9 @@ def test_paths_that_are_no_model(tmp_path, monkeypatch, load, name, named):
     BertConfig().save_pretrained("runs/a")
     Path("runs/b").mkdir()
     Path("data.jsonl").write_text('{"id": 1}')
-    with refused(name, *named):
+    with refused(name, *named) as raised:
         load(ModelArguments(name))
+    assert ("no model or tokenizer" in str(raised.value)) == (load is load_tokenizer and name != "data.jsonl")
 
 
 # --- families other than BERT -------------------------------------------------------------------------
