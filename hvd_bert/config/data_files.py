@@ -1,6 +1,7 @@
 """Parsing of the values of --train_file (FILE or FILE:WEIGHT) and --validation_file (FILE or NAME=FILE).
 
-FILE may be a pattern such as shards/*.jsonl, since no shell expands it in YAML, in Python or after NAME=.
+FILE may be a pattern such as shards/*.jsonl, since no shell expands it in YAML, in Python or after NAME=. After
+NAME=, it must match a single file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
             allowed = re.fullmatch(r"[A-Za-z0-9][\w.-]*", file.name, re.A) and not _RESERVED & {*file.name.split("_")}
             require(bool(allowed), f"--{flag} {file.path}: {file.name!r} cannot name metrics. Give another NAME=FILE.")
             other = names.get(file.name)
-            require(not other, f"--{flag}: {other} and {file.path} are both named {file.name}. Give one NAME=FILE.")
+            require(
+                not other,
+                f"--{flag}: {other} and {file.path} are both named {file.name}. Give one another NAME=FILE, or leave"
+                " out NAME= for a pattern.",
+            )
             names[file.name] = file.path
     return files
 

@@ -62,7 +62,7 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
         ("train_file", ["a.json", "./a.json:2"], ["a.json and ./a.json"]),
         ("train_file", [], ["--train_file"]),
         ("validation_file", ["x=a.json", "y=a.json"], ["a.json and a.json"]),
-        ("validation_file", ["x=d-*.json"], ["d-1.json and d-2.json", "named x"]),
+        ("validation_file", ["x=d-*.json"], ["d-1.json and d-2.json", "named x", "leave out NAME="]),
         ("train_file", ["a.json", "[a-b].json"], ["a.json and a.json"]),
         ("validation_file", ["x=a.json", "x=c:2"], ["a.json and c:2", "named x"]),
         ("validation_file", ["c:2", "a.json"], ["c:2", "NAME=FILE"]),
