@@ -84,6 +84,8 @@ class Distillation(QuestionAnswering):
 
 def main(teacher: str = "", *words: str) -> None:
     Distillation.teacher_name = teacher
+    if wrong := [word for word in words if "=" not in word]:
+        raise UserError(f"{', '.join(wrong)}: write each setting as NAME=VALUE, for example seed=1.")
     settings: dict[str, Any] = dict(word.split("=", 1) for word in words)
     train(task=Distillation, **settings)
 

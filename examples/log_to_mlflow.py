@@ -34,4 +34,4 @@ class MLflow(Callback):
 
 
 if __name__ == "__main__":
-    train(**dict(word.split("=", 1) for word in sys.argv[1:]), callbacks=[MLflow()])
+    train(**dict(word.partition("=")[::2] for word in sys.argv[1:]), callbacks=[MLflow()])

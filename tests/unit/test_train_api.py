@@ -230,3 +230,5 @@ def test_student_of_a_teacher_is_an_ordinary_model(
         main(name, *words, f"tokenizer_name={tmp_path / 'other'}", f"output_dir={tmp_path / 'refused'}")
     with refused("TEACHER"):
         main()
+    with refused("bf16", "NAME=VALUE"):
+        main(name, "seed=1", "bf16")
