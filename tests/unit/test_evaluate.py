@@ -199,6 +199,7 @@ def test_threshold_that_cannot_be_kept(make_model):
     for named, words in (
         ("--compare", (model, "--compare", other)),
         ("--version_2_with_negative", (other,)),
+        (f"{other} was trained without", (other, "--version_2_with_negative")),
         (bare, (bare, *v2)),
         ("user/name", ("user/name", *v2)),
     ):

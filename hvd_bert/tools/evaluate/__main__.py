@@ -95,14 +95,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     elif trained.get("train_file") and not trained.get("validation_file") and not named:
         raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
     if unfit := ", ".join(f"--{name}" for name in sorted(given - accepted)):
-        raise UserError(f"{unfit} cannot be used in an evaluation of {own.model}. Leave out these flags.")
+        raise UserError(f"These flags do not apply to an evaluation of {own.model}: {unfit}. Remove them.")
     if own.keep_threshold:
         require(not own.compare, "--keep_threshold works for one model only. Remove --compare.")
         require(config.data.version_2_with_negative, "--keep_threshold needs --version_2_with_negative.")
+        problem = "has no train_config.yaml of a training"
+        if trained_file(own.model):
+            problem = "was trained without --version_2_with_negative, so no command would use the threshold by default"
         require(
-            trained_file(own.model) is not None,
-            f"--keep_threshold: {own.model} has no train_config.yaml of a training. Give its threshold to each command"
-            " by --null_score_diff_threshold.",
+            bool(trained.get("version_2_with_negative")),
+            f"--keep_threshold: {own.model} {problem}. Give its threshold to each command by --version_2_with_negative"
+            " --null_score_diff_threshold X.",
         )
     if not own.compare:
         return own, [config]
