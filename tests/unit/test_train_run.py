@@ -215,7 +215,8 @@ def test_decisions_of_the_start_are_recorded_and_do_not_change_the_settings(base
     config, unchanged = parse(words), parse(words)
     loop.run(config, world_of_one())
     assert config == unchanged
-    (begun, *_) = (json.loads(line) for line in (out / "events.jsonl").read_text().splitlines())
+    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
+    begun = next(event for event in events if event["event"] == "start")  # after warnings about the data
     recorded = parse(["--config", str(out / "train_config.yaml")])
     batch = recorded.train.per_device_train_batch_size
     expected = {"output_dir": str(out), "metric_for_best_model": "f1"}
