@@ -56,7 +56,8 @@ def _remedy(path: str) -> str:
         is_pattern = glob.glob(path) and not os.path.lexists(path)
         return "Give one file: join files of JSON Lines." if is_pattern else "Give a readable data file."
     folder, saved = glob.escape(path), f'datasets.load_from_disk("{path}")'
-    names = [file.name for file in sorted(Path(path).iterdir()) if file.is_file()]
+    found = sorted(glob.glob(os.path.join(folder, "*")))  # nothing in a folder that cannot be read
+    names = [os.path.basename(file) for file in found if os.path.isfile(file)]
     if "state.json" in names:  # of `save_to_disk`
         return f'Convert it by {saved}.to_json("train.jsonl"), and name this file.'
     if "dataset_dict.json" in names:

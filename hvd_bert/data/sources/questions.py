@@ -231,7 +231,7 @@ def _without(text: str, kind: str) -> str:
     return "".join(character for character in text if category(character) != kind)
 
 
-# What may differ between texts that look alike -> the function that removes the difference. Later ones remove more.
+# Differences between texts that look alike -> the function that removes each. Later ones remove more.
 _DIFFERENCES: dict[str, Callable[[str], str]] = {
     "Unicode form (normalize both to NFC)": partial(normalize, "NFC"),
     "invisible character": partial(_without, kind="Cf"),
