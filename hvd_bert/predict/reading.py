@@ -58,8 +58,9 @@ def read_input(flags: argparse.Namespace, own: Sequence[str]) -> Input:
     with files.opened(flags.input) as file:
         packed = file.read()
     content = files.unpacked(flags.input, packed)
-    rows, present = _rows(flags, content)
-    reading = _reading(flags, present)
+    trained = trained_settings(flags.model)
+    rows, present = _rows(flags, trained, content)
+    reading = _reading(flags, trained, present)
     kept = _kept(flags, reading, present, own)
     questions: list[Question] = []
     mistakes: dict[int, Mistake] = {}
@@ -76,22 +77,24 @@ def read_input(flags: argparse.Namespace, own: Sequence[str]) -> Input:
     return Input(hashlib.sha256(packed).hexdigest(), questions, mistakes, _columns(flags, content, kept, cells))
 
 
-def _rows(flags: argparse.Namespace, content: bytes) -> tuple[list[files.Located], Collection[str]]:
+def _rows(
+    flags: argparse.Namespace, trained: Mapping[str, Any], content: bytes
+) -> tuple[list[files.Located], Collection[str]]:
     """Parse the rows, and return them with their columns. Raises UserError if there is no column of questions."""
     present: list[str] = []
 
     def choose(columns: list[str]) -> list[str]:
         present.extend(check_names(flags.input, columns))
-        return squad.Columns(flags.input, _reading(flags, present)).choose(columns)
+        return squad.Columns(flags.input, _reading(flags, trained, present)).choose(columns)
 
     rows = [*each_row(files.parsed(flags.input, content, choose, whole_ids=True))]
     # JSON whose rows have objects does not call `choose`.
     return rows, present or dict.fromkeys(key for _, row in rows if isinstance(row, dict) for key in row)
 
 
-def _reading(flags: argparse.Namespace, present: Collection[str]) -> Reading:
+def _reading(flags: argparse.Namespace, trained: Mapping[str, Any], present: Collection[str]) -> Reading:
     """Choose the columns: those that the flags name, else those of the training if `present`, else SQuAD's."""
-    trained, names = trained_settings(flags.model), {}
+    names = {}
     for flag in ("question_column", "context_column", "answer_column"):
         default = FLAGS[flag].default
         of_training = trained.get(flag, default)
