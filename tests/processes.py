@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 LIMIT_S = 60.0
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}  # Python's audit events
-_TOKEN = "HVD_BERT_TEST_LAUNCH"  # environment variable that marks a process and all its descendants
+TOKEN = "HVD_BERT_TEST_LAUNCH"  # environment variable that marks a process and all its descendants
 Process = TypeVar("Process", bound="subprocess.Popen[Any]")
 
 
@@ -35,7 +35,7 @@ def started(
     raises TimeoutExpired. `options`: arguments of subprocess.Popen.
     """
     token = uuid.uuid4().hex
-    process = kind(command, env={**(os.environ if env is None else env), _TOKEN: token}, **options)
+    process = kind(command, env={**(os.environ if env is None else env), TOKEN: token}, **options)
     try:
         yield process
         process.wait(limit_s)
@@ -52,7 +52,7 @@ def _kill(process: subprocess.Popen[Any], token: str) -> None:
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    mark = f"{_TOKEN}={token}".encode()
+    mark = f"{TOKEN}={token}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (entry / "environ").read_bytes().split(b"\0"):

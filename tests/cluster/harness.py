@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from fork_server import start as fork_server
 from launch import REPOSITORY, Outcome, environment, programs, run
+from processes import TOKEN
 
 FOLDER = Path(__file__).resolve().parent
 JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
@@ -117,7 +118,9 @@ class Cluster:
     def submit(self, arguments: str | list[str], cwd: Path, env: Environment | None = None) -> str:
         """Run `sbatch ARGUMENTS` on the login host. Returns the job's id."""
         words = shlex.split(arguments) if isinstance(arguments, str) else arguments
-        outcome = self.on("login", ["sbatch", "--parsable", *words], cwd, env, timeout=60).expect(0)
+        # Not the mark of sbatch's descendants in the job's environment: `run` would kill a job that starts at once.
+        sbatch = ["env", f"--unset={TOKEN}", "sbatch", "--parsable"]
+        outcome = self.on("login", [*sbatch, *words], cwd, env, timeout=60).expect(0)
         return outcome.output.strip().splitlines()[-1].split(";")[0]
 
     def show(self, job: str) -> dict[str, str]:
