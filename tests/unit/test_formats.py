@@ -442,8 +442,9 @@ def test_lines_of_mrqa(tmp_path):
         read(tmp_path, as_lines([*mrqa(("town", [(1, 4)])), *mrqa(("Otto", [(29, 32)]))]))
     unanswered = {"context": MILL, "qas": [{**LINE, "answers": [], "question_tokens": [["Where", 0]]}]}
     assert answers_of(read(tmp_path, as_lines([unanswered]), v2=True)) == [("q0", (), ())]
-    with refused("char_spans", "first and a last"):
-        read(tmp_path, as_lines(mrqa(("Lund", [(1, 2, 3)]))))  # type: ignore[list-item]
+    for wrong in ([(1, 2, 3)], {"start": [43, 0], "end": [46]}, {"start": [43]}):
+        with refused("char_spans", "first and a last"):
+            read(tmp_path, as_lines(mrqa(("Lund", wrong))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("column", ["answers", "detected_answers"])

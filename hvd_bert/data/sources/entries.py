@@ -41,11 +41,6 @@ class _Entry(msgspec.Struct):
     is_impossible: bool | int = False  # int, since pandas may write 0.0 or 1.0
 
 
-class _Spans(msgspec.Struct):
-    start: list[int]
-    end: list[int]
-
-
 # --- SQuAD's nesting -----------------------------------------------------------------------------
 
 
@@ -194,9 +189,11 @@ def _in_spans(at: str, text: Any, spans: Any, context: str) -> list[tuple[Any, A
     """
     if isinstance(text, list) and isinstance(spans, list) and len(text) == len(spans):
         return [pair for some in zip(text, spans, strict=True) for pair in _in_spans(at, *some, context)]
-    ends = _converted(f"{at}.{_SPANS}", spans, list[tuple[int, int]] | _Spans)
+    if isinstance(spans, dict):  # the hub's columns
+        columns = [spans.get("start"), spans.get("end")]
+        spans = [*zip_longest(*_converted(f"{at}.{_SPANS}", columns, list[list[int]]))]
     pairs = []
-    for start, last in zip(ends.start, ends.end, strict=False) if isinstance(ends, _Spans) else ends:
+    for start, last in _converted(f"{at}.{_SPANS}", spans, list[tuple[int, int]]):
         found = context[start : last + 1] if start >= 0 else ""
         same = not context.startswith(str(text), start) and plain(found) == plain(str(text))
         pairs.append((found if same else text, start))
