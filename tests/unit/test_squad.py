@@ -135,7 +135,9 @@ def test_files_without_questions(tmp_path, content, named):
         (("paragraphs", 2, "qas", 0), "text", "data[1].paragraphs[2].qas[0]"),
         (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), True, "answers[0].answer_start"),
         (("paragraphs", 2, "qas", 0, "answers", 0), {"answer": "red"}, "answers[0]"),
+        (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), "\ud83d", "answers[0].answer_start"),
         (("paragraphs", 2, "qas", 0, "is_impossible"), "maybe", '"maybe"'),
+        (("paragraphs", 2, "qas", 0, "is_impossible"), "\ud83d", "is_impossible"),
     ],
 )
 def test_wrong_structure_names_the_path(tmp_path, make_questions, to_squad, keys, value, named):

@@ -271,8 +271,8 @@ def _converted(path: str, value: Any, kind: Any) -> Any:
     """Convert a value to the type `kind`: "16" and 16.0 become 16, "False" becomes False. Raises Mistake."""
     try:
         return msgspec.convert(value.strip() if kind is int and isinstance(value, str) else value, kind, strict=False)
-    except msgspec.ValidationError as error:
-        field = path or str(error).partition(" - at ")[2].strip("`$.")
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for half of a surrogate pair
+        field = path or str(error).partition(" - at ")[2].strip("`$.") or "is_impossible"
         found = value if path else value[field]
         text = "text in quotes" if isinstance(found, int | float) else "text"
         expected = _TYPES.get(field.rpartition(".")[2], text)
