@@ -125,6 +125,7 @@ def test_folders_and_patterns_that_are_no_file(tmp_path, make_questions, to_rows
         (tmp_path / "saved", 'load_from_disk("PATH").to_json'),
         (tmp_path / "both", 'load_from_disk("PATH").items(): split.to_json'),
         (shards, f"{glob.escape(str(shards))}/*.jsonl"),
+        (shards.parent, "Give a readable data file"),  # a folder of folders
         (Path(glob.escape(str(shards)), "*.jsonl"), "join files"),
         (arrow, "Dataset.from_file"),
     ):

@@ -17,7 +17,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -52,18 +51,18 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
 
 def _remedy(path: str) -> str:
     """Return what to give in place of a path that is no readable file."""
-    if not os.path.isdir(path):
-        is_pattern = glob.glob(path) and not os.path.lexists(path)
-        return "Give one file: join files of JSON Lines." if is_pattern else "Give a readable data file."
+    if glob.glob(path) and not os.path.lexists(path):
+        return "Give one file: join files of JSON Lines."
     folder, saved = glob.escape(path), f'datasets.load_from_disk("{path}")'
-    found = sorted(glob.glob(os.path.join(folder, "*")))  # nothing in a folder that cannot be read
-    names = [os.path.basename(file) for file in found if os.path.isfile(file)]
+    names = [os.path.basename(file) for file in sorted(glob.glob(os.path.join(folder, "*"))) if os.path.isfile(file)]
+    if not names:  # also of a folder that cannot be read
+        return "Give a readable data file."
     if "state.json" in names:  # of `save_to_disk`
         return f'Convert it by {saved}.to_json("train.jsonl"), and name this file.'
     if "dataset_dict.json" in names:
         each = f'for name, split in {saved}.items(): split.to_json(f"{{name}}.jsonl")'
         return f"Convert its splits by `{each}`, and name a file."
-    ((suffix, _),) = Counter(Path(name).suffix for name in names).most_common(1) or [("", 0)]
+    ((suffix, _),) = Counter(Path(name).suffix for name in names).most_common(1)
     pattern = os.path.join(folder, f"*{suffix}")
     return f"Name a file in it. --train_file and --validation_file also take a pattern, such as '{pattern}'."
 
@@ -111,8 +110,8 @@ def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False, whole_i
         ) from error
     if _JSON.match(text):
         return _json_values(name, text, choose)
-    rows = partial(_csv_rows, name, text, tsv)
-    return _with_whole_ids(rows, choose) if whole_ids else rows(choose)
+    rows = _csv_rows(name, text, choose, tsv)
+    return _with_whole_ids([*rows]) if whole_ids else rows
 
 
 def _json_values(name: str, text: str, choose: Choose) -> list[Located]:
@@ -141,7 +140,7 @@ def _json_lines(name: str, text: str) -> Iterator[Located]:
                 raise UserError(f"{name}: line {number}: not JSON: {reason}. Fix the file.") from error
 
 
-def _csv_rows(name: str, text: str, tsv: bool, choose: Choose) -> Iterator[Located]:
+def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Located]:
     """Parse CSV with column names in the first line.
 
     A cell such as `"a" b` is an error. pandas and pyarrow read it as `a b`, which would shift character offsets.
@@ -170,13 +169,13 @@ def _csv_rows(name: str, text: str, tsv: bool, choose: Choose) -> Iterator[Locat
         ) from error
 
 
-def _with_whole_ids(rows: Callable[[Choose], Iterator[Located]], choose: Choose) -> Iterator[Located]:
-    """Yield rows of CSV with ids as they were before pandas wrote all as 7.0, since one is missing."""
-    whole = all(WHOLE.fullmatch(row.get("id", "none") or "0.0") for _, row in rows(choose) if isinstance(row, dict))
-    for where, row in rows(list):
-        if whole and isinstance(row, dict) and "id" in row:
+def _with_whole_ids(rows: list[Located]) -> list[Located]:
+    """Restore the ids of CSV's rows if pandas wrote all of them as 7.0, since one is missing."""
+    cells = [row for _, row in rows if isinstance(row, dict)]
+    if all(WHOLE.fullmatch(row.get("id", "none") or "0.0") for row in cells):
+        for row in cells:
             row["id"] = row["id"].removesuffix(".0")
-        yield where, row
+    return rows
 
 
 @contextlib.contextmanager
