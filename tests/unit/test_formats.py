@@ -399,7 +399,7 @@ def test_unicode_forms(tmp_path, of_context, of_answer):
 WORDS = {"question": ["Which", "river", "?"], "context": ["The", "Alm", "and", "the", "Hoge"]}
 
 
-@pytest.mark.parametrize("answers", [{"label": ["O", "B", "O", "O", "B"]}, {"answers": ["Alm", "Hoge"]}, {"start": 1}])
+@pytest.mark.parametrize("answers", [{"label": ["O", "B", "O", "O", "B"]}, {"answers": ["Alm", "Hoge"]}, {"question": "Which?"}])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_words_are_named(tmp_path, name, answers):
     rows = [{**WORDS, **answers}] * 2
@@ -413,7 +413,8 @@ def test_rows_of_words_are_named(tmp_path, name, answers):
 
 def test_one_row_of_words_and_columns_of_pandas(tmp_path):
     with refused("a list of words"):
-        read(tmp_path, [{**ROW, "context": WORDS["context"], "answers": "Alm"}])
+        read(tmp_path, [{**ROW, "context": ["In", 1912], "answers": "1912"}])
+    assert read(tmp_path, [{**ROW, "context": f"['a', '{CONTEXT}']", "answers": "Ada"}])[0].answer_starts == (7,)
     columns = {"context": [CONTEXT, CONTEXT], "question": ["Who?", "Where?"], "answers": ["Ada", "London"]}
     with refused("columns", 'orient="records"'):
         read(tmp_path, columns)

@@ -30,6 +30,7 @@ _TYPES = {  # types of fields other than text
     _SPANS: "pairs of a first and a last character",
 }
 _WORDS_IN_CSV = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
+_NOT_FOUND = re.compile(r"\s*-1(\.0)?\s*")  # answer_start of converters
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
@@ -147,10 +148,12 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
 
 
 def _is_words(field: str, value: Any) -> bool:
-    """Return whether a text is given as a list of texts, or a question as such a list in a cell of CSV."""
+    """Return whether a text is given as a list of words, or as such a list in a cell of CSV."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(text, str) for text in value)
-    return field == "question" and isinstance(value, str) and bool(_WORDS_IN_CSV.fullmatch(value))
+        return bool(value) and all(isinstance(word, str | int | float) for word in value)
+    if not isinstance(value, str) or not _WORDS_IN_CSV.fullmatch(value):
+        return False
+    return field == "question" or all(word[0] in "'\"" for word in value[1:-1].split())
 
 
 def _given_answers(values: Mapping[str, Any], spans: Any, context: str) -> list[tuple[Any, Any]]:
