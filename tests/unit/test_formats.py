@@ -222,7 +222,7 @@ def test_missing_levels_are_named_without_flags(tmp_path, content, named):
     assert "--" not in str(raised.value)
 
 
-@pytest.mark.parametrize("answers", [[], None, [{"text": None, "answer_start": 0}], {"text": [], "answer_start": []}])
+@pytest.mark.parametrize("answers", [[], None, [{"text": None, "answer_start": 0}], {"text": [], "answer_start": [-1]}])
 @pytest.mark.parametrize("name", ["nested", "JSON", "Parquet"])
 def test_unanswered(tmp_path, name, answers):
     entry = {**ROW, "answers": answers}
@@ -376,6 +376,7 @@ def test_numbers_as_answers(tmp_path, name, context, answer, expected):
         # Only the first answer must be in the context exactly once.
         ({"answers": ["London", "n", "Paris"]}, ("London", "n", "Paris"), (16, None, None)),
         ({"context": "Ada met Ada.", "answers": "Ada", "answer_start": [8, 0]}, ("Ada", "Ada"), (8, 0)),
+        ({"answers": ["London", "Ada"], "answer_start": -1}, ("London", "Ada"), (16, 0)),
     ],
 )
 def test_several_answers_in_a_row(tmp_path, columns, texts, starts):

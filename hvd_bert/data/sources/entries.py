@@ -178,7 +178,8 @@ def _pairs(at: str, answers: Any, starts: Any, context: str) -> list[tuple[Any, 
     if isinstance(answers, list) and any(isinstance(answer, dict) for answer in answers):
         return [pair for n, answer in enumerate(answers) for pair in _pairs(f"{at}[{n}]", answer, None, context)]
     texts = answers if isinstance(answers, list) else [answers]
-    starts = starts if isinstance(starts, list) else [] if _is_missing(starts) else [starts]
+    starts = starts if isinstance(starts, list) else [starts]
+    starts = [] if all(map(_is_unknown, starts)) else starts
     texts = texts * len(starts) if len(texts) == 1 < len(starts) else texts  # one text that occurs several times
     if starts and len(starts) != len(texts):
         raise Mistake("wrong structure", f"there are {len(texts)} texts, but {len(starts)} answer_start", at)
@@ -210,8 +211,7 @@ def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None
     if it is neither, or if the first answer has no start and is not in the context exactly once.
     """
     is_number, text = not isinstance(text, str), _answer_text(f"{at}.text", text, context)
-    start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
-    start = None if start == -1 else start  # converters' "not found"
+    start = None if _is_unknown(start) else _converted(f"{at}.answer_start", start, int)
     forms = (text, normalize("NFC", text), normalize("NFD", text))
     if start is not None and start >= 0:
         for form in forms:
@@ -305,6 +305,11 @@ def _is_missing(value: Any, context: str = "") -> bool:
         word = value.strip().lower()
         return not word or (word in ("nan", "none", "null", "na", "<na>") and value not in context)
     return value is None or bool(value != value)
+
+
+def _is_unknown(start: Any) -> bool:
+    """Return whether an answer's start is missing or -1."""
+    return _is_missing(start) or bool(_NOT_FOUND.fullmatch(str(start)))
 
 
 def shown(value: Any) -> str:
