@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -287,8 +288,8 @@ def _answer_text(path: str, answer: Any, context: str) -> str:
     number = answer
     if isinstance(answer, str) and WHOLE.fullmatch(answer) and answer not in context:
         number = float(answer)  # pandas writes 1800 as 1800.0 to CSV if an answer is missing
-    if isinstance(number, float):
-        for text in [f"{number:.0f}"] * number.is_integer() + [repr(number)]:
+    if isinstance(number, float | Decimal):
+        for text in [f"{number:.0f}"] * (number % 1 == 0) + [str(number)]:
             if re.search(rf"(?<!\d)(?<!\d[.,]){re.escape(text)}(?![.,]?\d)", context):
                 return text
     return as_text(path, answer)
@@ -316,5 +317,5 @@ def shown(value: Any) -> str:
     """Describe a value for a message: its start, or an object's first keys."""
     if isinstance(value, dict):
         return f"found an object with {', '.join(map(SHORT.repr, list(value)[:5])) or 'nothing in it'}"
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return f"found {text if len(text) <= 40 else text[:40] + '...'}"
