@@ -87,12 +87,6 @@ def _holds_columns(where: str, question: Any, context: Any) -> bool:
     return where in ("", "data") or any(" " in str(text) for text in question)
 
 
-def is_nested(node: Mapping[str, Any]) -> bool:
-    """Return whether an object is nested: it has a SQuAD level, or it contains an object other than an answer."""
-    items = (item for value in node.values() for item in (value if isinstance(value, list) else [value]))
-    return bool(set(LEVELS) & set(node)) or any(isinstance(item, dict) and "text" not in item for item in items)
-
-
 # --- questions and answers -----------------------------------------------------------------------
 
 

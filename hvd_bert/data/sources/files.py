@@ -16,11 +16,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from hvd_bert.data.sources.entries import WHOLE, is_nested
+from hvd_bert.data.sources.entries import LEVELS, WHOLE
 from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import GIB, open_regular
@@ -125,9 +125,15 @@ def _json_values(name: str, text: str, choose: Choose) -> list[Located]:
     rows = values[0][1] if isinstance(values[0][1], list) else [value for _, value in values]
     rows = rows[0]["data"] if len(rows) == 1 and isinstance(rows[0], dict) and "data" in rows[0] else rows
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    if rows and not any(map(is_nested, rows)):
+    if rows and not any(map(_is_nested, rows)):
         choose(list(dict.fromkeys(key for row in rows for key in row)))
     return values
+
+
+def _is_nested(row: Mapping[str, Any]) -> bool:
+    """Return whether an object is nested: it has a SQuAD level, or it contains an object other than an answer."""
+    items = (item for value in row.values() for item in (value if isinstance(value, list) else [value]))
+    return bool(set(LEVELS) & set(row)) or any(isinstance(item, dict) and "text" not in item for item in items)
 
 
 def _json_lines(name: str, text: str) -> Iterator[Located]:
