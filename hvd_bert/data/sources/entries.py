@@ -145,7 +145,8 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
 def _is_words(field: str, value: Any) -> bool:
     """Return whether a text is given as a list of words, or as such a list in a cell of CSV."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(word, str | int | float) for word in value)
+        kinds = set(map(type, value))
+        return str in kinds and kinds <= {str, int, float}
     if not isinstance(value, str) or not _WORDS_IN_CSV.fullmatch(value):
         return False
     return field == "question" or all(word[0] in "'\"" for word in value[1:-1].split())
