@@ -29,7 +29,7 @@ class Rank(RankInfo):
     """A rank with its package versions and facts about its host.
 
     `gpus`, `driver`: models and driver version of the visible GPUs. `interface`: the network interface that is set for
-    the ranks ("": all interfaces). `addresses`: network interface -> its addresses.
+    the ranks ("": the default). `addresses`: network interface -> its addresses.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
         device = f"{rank.device} {rank.gpu}".strip()
-        cells = [rank.host, str(rank.rank), str(rank.local_rank), device, rank.interface or "all"]
+        cells = [rank.host, str(rank.rank), str(rank.local_rank), device, rank.interface or "default"]
         rows.append([*cells, ranges(sorted(rank.cores)), own or "as all"])
     grid = Grid(["host", "rank", "local rank", "device", "interface", "cores", "versions"], rows, words=7)
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
