@@ -177,7 +177,7 @@ WARNED = {
         ["1 of 2 questions", "50.0%", "--max_answer_length 2,", "--max_answer_length 3 "],
     ),
     "spaces": (EVERY[1:2], [ask(CHINESE, question="what " * 4)], {}, ["1 of 1 questions", "--answer_language zh"]),
-    "few spaces": (EVERY[1:2], [ask(CHINESE[:5] + " the box" * 5)], {"answer_language": "en"}, ["1 of 1", "ja or th"]),
+    "few spaces": (EVERY[1:2], [ask(CHINESE[:5] + " the box" * 5)], {"answer_language": "de"}, ["1 of 1", "ja or th"]),
     "shared": (EVERY[1:2], [ask(COLOURS, "red")], {"shared": 1}, ["1 of 1 questions", "training data"]),
 }
 
