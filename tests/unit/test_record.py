@@ -78,7 +78,7 @@ def test_a_finished_run(tmp_path):
     results = json.loads((folder / "train_results.json").read_text())
     results["ranks"] = [{"rank": n, "host": f"a100-0{n}", "local_rank": 0, "device": "cuda:0"} for n in range(2)]
     (folder / "train_results.json").write_text(json.dumps(results))
-    (folder / "train_config.yaml").write_text("learning_rate: 0.001\nseed: 42\nbf16: true\nold_flag: 3\n")
+    (folder / "train_config.yaml").write_text("learning_rate: 0.001\nanswer_language: zh\nbf16: true\nold_flag: 3\n")
     make_samples(folder)
     usage = [{"step": step, "rank": n, "gpu_util_percent": 90.0 + n} for step in (1, 2) for n in range(2)]
     (folder / "gpu_usage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in usage))
@@ -96,7 +96,7 @@ def test_a_finished_run(tmp_path):
         "a100-00 | 0 | cuda:0\n",
         "1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00\n",
         "checkpoint-40 | 40\n",
-        "Best f1: 2, at step 40.",
+        "Best f1 (zh): 2, at step 40.",  # its final scores are a later evaluation's
         "--learning_rate | 0.001 | 5e-05\n",
         "--old_flag | 3 | unknown flag\n",
         f"python -m hvd_bert.train --config {folder}/train_config.yaml --output_dir NEW_FOLDER",
@@ -120,9 +120,12 @@ def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
     folder = make_run(tmp_path / "run")
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     lines = [line | {"step": step} for step in (1, 2, 2, 1, 3, 10**400)] + [line | {"step": 4, "loss": None}]
+    evaluations = [{"step": step, "eval_f1": 50.0 + step} for step in (0, 4, 3)]  # 3: of the best model
+    lines = [evaluations[0], *lines, *evaluations]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     found = record.read(folder)
     assert found.steps["step"].tolist() == [1, 2, 3, 4]
+    assert found.evaluations["step"].tolist() == [0, 4, 3], "a later command's evaluation is no point of the curve"
     (problem,) = found.problems
     text = page(folder)
     assert "(3)" in problem and problem in text and "nan" not in text
