@@ -27,6 +27,11 @@ ANSWERING = (
 )
 
 
+def other_rules(answer_language: str) -> str:
+    """Return the rules of EM and F1 for records of scores, which do not name SQuAD's; "" for these."""
+    return "" if answer_language == SQUAD_RULES else answer_language
+
+
 def _known_task(text: str) -> str:
     if text != QUESTION_ANSWERING and ":" not in text:
         problem = f"is not a task: use {QUESTION_ANSWERING}, or MODULE:CLASS of a custom task"

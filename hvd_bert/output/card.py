@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.data import QUESTION_ANSWERING, SQUAD_RULES
+from hvd_bert.config.data import QUESTION_ANSWERING, other_rules
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.errors import log
 from hvd_bert.hub import DEFAULT_MODEL
@@ -85,14 +85,13 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
     head = next((head for head in HEADS if str(model.get("architectures")).endswith(f"{head}']")), "")
     scores = {name: score for name, score in scores.items() if math.isfinite(score)}
     validation = _data(settings, hub, "validation")
-    language = settings["answer_language"]
-    rules = "" if language == SQUAD_RULES else f"--answer_language {language}"
+    rules = other_rules(settings["answer_language"])
     eval_results = [
         EvalResult(
             task_type=HEADS.get(head, "other"),
             **validation,
             metric_type=name,
-            metric_name=name.replace("_", " ").capitalize() + (f" ({rules})" if rules else ""),
+            metric_name=name.replace("_", " ").capitalize() + (f" (--answer_language {rules})" if rules else ""),
             metric_value=scores[name],
         )
         for name in results["scores"]

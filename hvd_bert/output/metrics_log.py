@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hvd_bert.config.data import other_rules
 from hvd_bert.errors import log, short_reason
 from hvd_bert.output.callback import Callback
 from hvd_bert.output.reporters.base import Reporter, Samples
@@ -38,6 +39,7 @@ class MetricsLogger:
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
         self.finished = False
+        self.rules = ""  # see `other_rules`
         if not enabled:
             return
         self.jsonl = JsonLines(folder / "metrics.jsonl")
@@ -45,6 +47,7 @@ class MetricsLogger:
 
     def started(self, settings: Mapping[str, Any], resumed_step: int | None) -> None:
         """Pass the settings to the reporters. `resumed_step`: step from which the run resumes; None: a new run."""
+        self.rules = other_rules(settings["answer_language"])
         if resumed_step is not None:
             self._report("resumed", resumed_step)
         given = ((name, value) for name, value in settings.items() if value is not None)
@@ -95,7 +98,8 @@ class MetricsLogger:
             if samples:
                 self._report("samples", step, samples)
             after = f"step {step}/{self.total_steps}: " if step else ""
-            log.info(f"{after}{summary}")
+            by = f"  (--answer_language {self.rules})" if self.rules else ""
+            log.info(f"{after}{summary}{by}")
         self.notify("on_evaluate", step, metrics)
 
     def notify(self, method: str, *arguments: Any) -> None:
@@ -107,7 +111,7 @@ class MetricsLogger:
         # The gradient norm may be infinite or NaN, as after an fp16 overflow, which JSON cannot represent.
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.jsonl.write({"step": step, **row})
-        self._report("scalars", step, dict(_scalar(name, value) for name, value in values.items()))
+        self._report("scalars", step, dict(self._scalar(name, value) for name, value in values.items()))
 
     def _report(self, method: str, *arguments: Any) -> None:
         """Call a method of all reporters. If a reporter fails, warn, close it and remove it."""
@@ -123,19 +127,21 @@ class MetricsLogger:
                     with suppress(Exception):  # the warning above has the cause
                         reporter.close(False)
 
+    def _scalar(self, name: str, value: float) -> tuple[str, float]:
+        """Return a metric's name as GROUP/NAME, by which reporters group metrics, and its value, with seconds in ms.
+
+        Scores by other rules than SQuAD's have a group of their own.
+        """
+        if name.endswith("_share"):
+            return f"share/{name.removesuffix('_share')}", value
+        if name.endswith("_s") and not name.endswith("_per_s"):
+            return f"time_ms/{name.removesuffix('_s')}", 1000 * value
+        group = "_".join(filter(None, ("eval", self.rules))) if name.startswith("eval_") else "train"
+        return f"{group}/{name.removeprefix('eval_')}", value
+
     def close(self) -> None:
         """Close the progress bar, metrics.jsonl and the reporters, which receive `finished`."""
         if self.enabled:
             self.bar.close()
             self.jsonl.close()
         self._report("close", self.finished)
-
-
-def _scalar(name: str, value: float) -> tuple[str, float]:
-    """Return a metric's name as GROUP/NAME, by which reporters group metrics, and its value, with seconds in ms."""
-    if name.endswith("_share"):
-        return f"share/{name.removesuffix('_share')}", value
-    if name.endswith("_s") and not name.endswith("_per_s"):
-        return f"time_ms/{name.removesuffix('_s')}", 1000 * value
-    group = "eval" if name.startswith("eval_") else "train"
-    return f"{group}/{name.removeprefix('eval_')}", value

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from hvd_bert.config.data import SQUAD_RULES
+from hvd_bert.config.data import other_rules
 from hvd_bert.config.settings import Config
 from hvd_bert.config.training import REPORTERS
 from hvd_bert.distributed.mpi import library_name
@@ -56,8 +56,9 @@ OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 def write_evaluation(folder: Path, evaluation: EvaluationResult, answer_language: str) -> None:
     """Write the evaluation's metrics and the task's files, and remove other files of an earlier evaluation."""
-    rules = {} if answer_language == SQUAD_RULES else {"answer_language": answer_language}
-    contents = {"eval_results.json": evaluation.metrics | rules, **evaluation.files}
+    rules = other_rules(answer_language)
+    results = evaluation.metrics | ({"answer_language": rules} if rules else {})
+    contents = {"eval_results.json": results, **evaluation.files}
     assert contents.keys() <= {*RUN_FILES}, "the next run would not replace them"
     for name, content in contents.items():
         write_json(folder / name, content)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,6 +111,16 @@ def test_evaluations_before_training_and_of_an_earlier_step(tmp_path, clock, cap
     metrics_logger.close()
     assert [(row["step"], row["epoch"]) for row in rows(tmp_path)] == [(0, 0.0), (8, 2.0), (6, 1.5)]
     assert "step 6/8: EM 50.00" in capsys.readouterr().out
+
+
+def test_scores_name_other_rules(tmp_path, capsys):
+    reporter = Mock()
+    metrics_logger = MetricsLogger(tmp_path, True, [reporter])
+    metrics_logger.started({"answer_language": "zh"}, None)
+    metrics_logger.evaluated(SCORES, "F1 61.25", 0)
+    metrics_logger.close()
+    assert reporter.scalars.call_args.args[1]["eval_zh/f1"] == 61.25
+    assert capsys.readouterr().out == "F1 61.25  (--answer_language zh)\n"
 
 
 def test_other_ranks_are_silent(tmp_path, clock, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvd_bert.config.data import SQUAD_RULES
+from hvd_bert.config.data import other_rules
 from hvd_bert.tools.rendering import SHORT
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 
@@ -26,9 +26,9 @@ def make_page(results: dict[str, Any]) -> Page:
     page = Page(f"Evaluation of {results['model']}" + (f" (A) and {other} (B)" if other else ""))
     models = [metrics for metrics in (results["metrics"], results["compared_metrics"]) if metrics]
     losses = " and ".join(f"{metrics['eval_loss']:.4f}" for metrics in models)
-    language = results["settings"]["answer_language"]
-    rules = "" if language == SQUAD_RULES else f", by the rules of --answer_language {language}"
-    unit = f" EM and F1 are in percent{rules}." if slices else ""
+    rules = other_rules(results["settings"]["answer_language"])
+    by = f", by the rules of --answer_language {rules}" if rules else ""
+    unit = f" EM and F1 are in percent{by}." if slices else ""
     page.add(Text(f"Data: {results['data']}. Validation loss: {losses}.{unit}"), Text("Scores", 2))
     if not slices:  # a task other than question answering
         rows = [[name, *(f"{metrics[name]:.4f}" for metrics in models)] for name in models[0]]

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from msgspec import Meta, Struct
 
-from hvd_bert.config.data import SQUAD_RULES
+from hvd_bert.config.data import SQUAD_RULES, other_rules
 from hvd_bert.config.settings import FLAGS, in_this_version
 from hvd_bert.errors import visible
 from hvd_bert.storage import locks
@@ -288,8 +288,8 @@ def read(folder: Path) -> Record:
 
 
 def _rules(recorded: Mapping[str, Any]) -> str:
-    language = recorded.get("answer_language") or SQUAD_RULES
-    return "" if language == SQUAD_RULES else f" ({visible(str(language))})"
+    rules = other_rules(str(recorded.get("answer_language") or SQUAD_RULES))
+    return f" ({visible(rules)})" if rules else ""
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
