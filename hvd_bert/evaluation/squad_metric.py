@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.data.sources.squad import Question
+from hvd_bert.errors import UserError
 
 
 class _UnicodePunctuation(dict[int, int | None]):
@@ -72,6 +73,8 @@ LANGUAGES = {  # value of --answer_language -> rules
 
 def normalize(text: str, answer_language: str = SQUAD_RULES) -> str:
     """Lower-case a text, and remove punctuation, articles and repeated spaces, by an entry of `LANGUAGES`."""
+    if answer_language not in LANGUAGES:
+        raise UserError(f"answer_language {answer_language!r} is unknown: choose from {', '.join(LANGUAGES)}.")
     articles, _, punctuation = LANGUAGES[answer_language]
     text = text.lower().translate(punctuation)
     if articles:

@@ -136,7 +136,9 @@ class MetricsLogger:
             return f"share/{name.removesuffix('_share')}", value
         if name.endswith("_s") and not name.endswith("_per_s"):
             return f"time_ms/{name.removesuffix('_s')}", 1000 * value
-        group = "_".join(filter(None, ("eval", self.rules))) if name.startswith("eval_") else "train"
+        if not name.startswith("eval_"):
+            return f"train/{name}", value
+        group = f"eval_{self.rules}" if self.rules else "eval"
         return f"{group}/{name.removeprefix('eval_')}", value
 
     def close(self) -> None:

@@ -120,8 +120,8 @@ def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
     folder = make_run(tmp_path / "run")
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     lines = [line | {"step": step} for step in (1, 2, 2, 1, 3, 10**400)] + [line | {"step": 4, "loss": None}]
-    evaluations = [{"step": step, "eval_f1": 50.0 + step} for step in (0, 4, 3)]  # 3: of the best model
-    lines = [evaluations[0], *lines, *evaluations]
+    evaluations = [{"step": step, "eval_f1": 50.0 + step} for step in (0, 4, 3, 0)]  # 3: of the best model
+    lines = [*evaluations[::-3], *lines, *evaluations[1:]]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     found = record.read(folder)
     assert found.steps["step"].tolist() == [1, 2, 3, 4]

@@ -11,6 +11,7 @@ import official_squad
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.sources.squad import Question
@@ -103,6 +104,11 @@ def test_answers_in_other_languages(language: str) -> None:
     assert set(LANGUAGES) == {*FLAGS["answer_language"].choices}
     punctuation = score([question("q", ["¿"])], {"q": ""}, {"q": -1.0}, True, answer_language=language)
     assert punctuation["best_f1"] == punctuation["f1"] == 100.0, "v2.0: no words are no answer"
+
+
+def test_a_language_without_rules_is_refused():
+    with refused("'fr'", "other"):
+        score([question("q", ["la"])], {"q": "la"}, answer_language="fr")
 
 
 # Articles, punctuation, composed and decomposed accents, other writing systems, blanks.
