@@ -42,7 +42,7 @@ ANSWERS = ["a b c d", "a", "", "a b c d e f g h i j k", "a b", "one two three fo
     ],
 )
 def test_slices(title, questions, expected):
-    found = slices_of(questions, {})[title]
+    found = slices_of(questions, {}, "squad")[title]
     assert {name: members.tolist() for name, members in found.items()} == expected
 
 
@@ -53,7 +53,8 @@ def test_lengths_count_the_languages_words():
 
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))
 def test_every_question_is_in_one_slice(questions):
-    for slices in slices_of(questions, {"": range(len(questions)), "a": range(len(questions))}).values():
+    sets = {"": range(len(questions)), "a": range(len(questions))}
+    for slices in slices_of(questions, sets, "squad").values():
         members = [members for name, members in slices.items() if name != "all"] or [slices["all"]]
         assert sorted(np.concatenate(members).tolist()) == list(range(len(questions))) and all(map(len, members))
 

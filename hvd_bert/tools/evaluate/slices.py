@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_bert.config.data import SQUAD_RULES
 from hvd_bert.config.settings import Config
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.postprocess import Answer
@@ -30,11 +29,11 @@ _ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scores:
     """Score each answer. The means of the scores are the metrics of the evaluation."""
     found, data = [], config.data
+    rules = data.version_2_with_negative, data.answer_language
     for question, answer in zip(questions, answers, strict=True):
         if answer.null_odds is not None and answer.null_odds > data.null_score_diff_threshold:
             found.append((float(not question.answer_texts),) * 2)  # the official script then counts "no answer"
         else:
-            rules = data.version_2_with_negative, data.answer_language
             found.append(question_scores(question, answer.text, *rules))
     return dict(zip(SCORES, 100 * np.array(found).T, strict=True))
 
@@ -80,7 +79,7 @@ def mistakes(
 
 
 def slices_of(
-    questions: Sequence[Question], sets: Mapping[str, range], answer_language: str = SQUAD_RULES
+    questions: Sequence[Question], sets: Mapping[str, range], answer_language: str
 ) -> dict[str, dict[str, Ids]]:
     """Divide the questions into slices, by several criteria. Returns title -> slice -> indices of its questions.
 
