@@ -45,7 +45,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     start = load(config, world, own)
     task = start.task
     prepared = prepare(start, world) if task.plan else None
-    effective = prepared.state.effective_settings(start.config.train) if prepared else {}
+    effective = prepared.effective if prepared else {}
     with world.raise_on_all_ranks():
         # The first world of Horovod elastic checks for later ones. After the last step, only the model is written.
         checks = world.rank == 0 and world.process.generation == 0
@@ -140,7 +140,7 @@ class Training:
         config, task, folder = start.config, start.task, start.folder
         state, plan, args = prepared.state, prepared.state.plan, config.train
         self.task, self.config, self.world = task, config, world
-        self.state, self.plan, self.effective = state, plan, state.effective_settings(args)
+        self.state, self.plan, self.effective = state, plan, prepared.effective
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
         self.total_steps = args.total_steps(plan.steps_per_epoch)

@@ -129,11 +129,15 @@ def checkpoint_facts(task: Task, config: Config, world: World) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """State, batches and recording of a training that has passed all checks and is ready for its first step."""
+    """State, batches and recording of a training that has passed all checks and is ready for its first step.
+
+    `effective`: `TrainState.effective_settings`.
+    """
 
     state: TrainState
     batches: Prefetcher
     recording: Recording
+    effective: dict[str, float]
 
 
 def prepare(start: Start, world: World) -> Prepared:
@@ -159,7 +163,8 @@ def prepare(start: Start, world: World) -> Prepared:
     continues = resume_point is not None or (folder is not None and resume.unfinished(Path(folder)))
     replaces = continues or config.train.overwrite_output_dir
     total_steps = config.train.total_steps(plan.steps_per_epoch)
-    return Prepared(state, batches, Recording(config.profiling, total_steps, state.meter, world, replaces))
+    recording = Recording(config.profiling, total_steps, state.meter, world, replaces)
+    return Prepared(state, batches, recording, state.effective_settings(config.train))
 
 
 def check_task(config: Config, task: Task) -> None:
