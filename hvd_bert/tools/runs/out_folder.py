@@ -32,7 +32,7 @@ def _previous(path: Path, same: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if differing:
         raise UserError(
             f"--out {path.parent} holds a {kind} with other settings: {'; '.join(differing)}. Use the same settings, or"
-            " choose another --out."
+            f" {OTHER_OUT}"
         )
     return previous
 
