@@ -8,6 +8,7 @@ have the same paths on all hosts.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import Any
@@ -24,12 +25,21 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     ray.train.report(run.scores)
 
 
-def main(workers: str = "2", *words: str) -> None:
-    settings = {"strategy": "ddp", "output_dir": "runs/ray", **dict(word.split("=", 1) for word in words)}
+def setting(text: str) -> tuple[str, str]:
+    name, value = text.split("=", 1)
+    return name, value
+
+
+def main(*words: str) -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune BERT on the workers of Ray Train.")
+    parser.add_argument("workers", type=int, nargs="?", default=2, help="number of workers (default: %(default)s)")
+    parser.add_argument("settings", metavar="NAME=VALUE", type=setting, nargs="*", help="the trainer's --NAME VALUE")
+    flags = parser.parse_args(words)
+    settings = {"strategy": "ddp", "output_dir": "runs/ray", **dict(flags.settings)}
     settings["output_dir"] = os.path.abspath(settings["output_dir"])
     ray.init(include_dashboard=False)
-    has_gpus = ray.cluster_resources().get("GPU", 0) >= int(workers)
-    scaling = ScalingConfig(num_workers=int(workers), use_gpu=has_gpus)
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= flags.workers
+    scaling = ScalingConfig(num_workers=flags.workers, use_gpu=has_gpus)
     TorchTrainer(train_on_worker, train_loop_config=settings, scaling_config=scaling).fit()
 
 
