@@ -18,6 +18,7 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from hvd_bert import train
+from hvd_bert.config.parser import name_or_path
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
@@ -27,7 +28,7 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 def setting(text: str) -> tuple[str, str]:
     name, value = text.split("=", 1)
-    return name, value
+    return name, os.path.abspath(name_or_path(value)) if name == "output_dir" else value
 
 
 def main(*words: str) -> None:
@@ -35,8 +36,7 @@ def main(*words: str) -> None:
     parser.add_argument("workers", type=int, nargs="?", default=2, help="number of workers (default: %(default)s)")
     parser.add_argument("settings", metavar="NAME=VALUE", type=setting, nargs="*", help="the trainer's --NAME VALUE")
     flags = parser.parse_args(words)
-    settings = {"strategy": "ddp", "output_dir": "runs/ray", **dict(flags.settings)}
-    settings["output_dir"] = os.path.abspath(settings["output_dir"])
+    settings = {"strategy": "ddp", "output_dir": os.path.abspath("runs/ray"), **dict(flags.settings)}
     ray.init(include_dashboard=False)
     has_gpus = ray.cluster_resources().get("GPU", 0) >= flags.workers
     scaling = ScalingConfig(num_workers=flags.workers, use_gpu=has_gpus)
