@@ -84,15 +84,15 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
     decided = world.broadcast(decide_folder(config, in_memory, world) if world.rank == 0 else {})
     settings = config.as_flat() | decided
     with world.raise_on_all_ranks():
+        resume_point = in_memory
         if world.rank == 0:
             output_dir.check(settings, world.process.locks)
+            resume_point = in_memory or resume.find(settings)
         task = load_task(config, world, own)
         check_task(config, task)
     compared = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].chooses_start}
     world.check_same(compared | task.fingerprint())  # flags first: a different path explains different data
     place(task.model, world.device, config.train.torch_compile)
-    with world.raise_on_all_ranks():
-        resume_point = in_memory or (resume.find(settings) if world.rank == 0 else None)
     decided |= decide_by_task(task, config, resume_point, world)
     config = from_values(config.as_flat() | decided)
     facts = checkpoint_facts(task, config, world)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import resuming
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from test_metrics_log import SCORES, metrics, rows
 from test_output_dir import recording
@@ -106,6 +107,11 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "2", "--no_do_eval")
     assert {"checkpoint-2"} == {path.name for path in out.glob("checkpoint-*")}
     assert not list(out.glob("eval_*.json")) and (out / "train_results.json").exists()
+
+
+def test_a_wrong_checkpoint_is_refused_before_the_data_are_read(base, tmp_path):
+    with refused(f"--resume_from_checkpoint {tmp_path}", error=CollectiveError):
+        train(base, "--train_file", "missing.json", "--resume_from_checkpoint", str(tmp_path))
 
 
 @pytest.mark.parametrize("long", [False, True])
