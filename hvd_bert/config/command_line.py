@@ -22,7 +22,7 @@ import yaml
 from hvd_bert.config.flag import GROUPS, require
 from hvd_bert.config.other_names import hint, unknown
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, checked_path, number_or_auto, shortened, switch
-from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, Config, from_flags
+from hvd_bert.config.settings import FLAGS, NAMES, PACKAGE, SECTIONS, Config, from_flags
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
@@ -49,7 +49,6 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
     "bool": (switch, None),
 }
 _LOOKS_LIKE_FLAG = re.compile(r"--[^ =]*(=|\Z)|-[^-\d. ][^ ]*\Z")  # argparse takes other words for values
-_FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 
 def make_parser(names: Collection[str] = FLAGS) -> Parser:
@@ -85,7 +84,7 @@ def help_text(topic: str = "") -> str:
 
     `topic`: a group of flags, a single flag, or "all"; "": the most used flags.
     """
-    topics = {"": USED_FIRST.split(), "all": [*FLAGS], **{name: [name] for name in FLAGS}}
+    topics = {"": USED_FIRST.split(), "all": [*FLAGS], **{spelling: [name] for spelling, name in NAMES.items()}}
     for name, flag in FLAGS.items():
         topics.setdefault(flag.group, []).append(name)
     if topic not in topics:
@@ -217,7 +216,7 @@ def flag_names(words: Sequence[str]) -> set[str]:
 
 def given_flags(words: Sequence[str]) -> set[str]:
     """Return the field names of the trainer's flags on a command line. All spellings are recognized."""
-    return {_FLAG_BY_SPELLING[spelling] for spelling in flag_names(words) & _FLAG_BY_SPELLING.keys()}
+    return {NAMES[spelling] for spelling in flag_names(words) & NAMES.keys()}
 
 
 def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -255,7 +254,8 @@ def load_yaml(name: str) -> dict[str, Any]:
     problems = unknown("unknown key", [f"'{flag}'" for flag in given if flag not in FLAGS], "")
     values = {flag: value for flag, value in given.items() if flag in FLAGS and value not in ("", "~", "null")}
     nested = [flag for flag, value in values.items() if not _is_single(flag, value)]
-    problems += [f"'{flag}' must be a single value, not a list or a mapping." for flag in nested]
+    form = {True: "a single value or a list of them", False: "a single value, not a list or a mapping"}
+    problems += [f"'{flag}' must be {form[FLAGS[flag].several]}." for flag in nested]
     words = [word for flag, value in values.items() if flag not in nested for word in to_argv(flag, value)]
     parser, parsed = make_parser(), argparse.Namespace()
     others, wrong = _parse_each(parser, words, parsed)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 
 from hvd_bert.config.parser import shortened
-from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.settings import NAMES
 
 # Space-separated flags of run_qa (also of older versions), Lightning, DeepSpeed and common training scripts -> remedy.
 _REMEDIES = {
@@ -35,7 +35,7 @@ _REMEDIES = {
     "wd": "use --weight_decay",
     "data_seed": "--seed also determines the order of the data. Leave it out",
     "epoch epochs num_epochs max_epochs": "use --num_train_epochs",
-    "steps num_steps num_train_steps": "use --max_steps",
+    "steps num_steps num_train_steps max_train_steps": "use --max_steps",
     "batch_size bs batch train_batch_size": "use --per_device_train_batch_size N per rank, or --global_batch N for all",
     "micro_batch_size train_micro_batch_size_per_gpu per_gpu_train_batch_size per_device_batch_size": "use"
     " --per_device_train_batch_size",
@@ -80,14 +80,14 @@ _REMEDIES = {
     " eval_use_gather_object fp16_backend fp16_opt_level group_by_length half_precision_backend ignore_data_skip"
     " include_num_input_tokens_seen include_tokens_per_second label_names length_column_name local_rank log_level"
     " log_level_replica log_on_each_node logging_first_step logging_nan_inf_filter master_addr master_port"
-    " mp_parameters node_rank parallelism_config past_index ray_scope remove_unused_columns"
+    " max_query_length mp_parameters node_rank parallelism_config past_index ray_scope remove_unused_columns"
     " restore_callback_states_from_checkpoint save_on_each_node save_safetensors skip_memory_metrics split_batches"
-    " torch_empty_cache_steps train_sampling_strategy use_cache world_size": "not needed. Leave it out",
-    "activation_checkpointing_kwargs adafactor eval_delay eval_on_start gradient_checkpointing_kwargs"
-    " include_for_metrics include_inputs_for_metrics jit_mode_eval label_smoothing label_smoothing_factor"
-    " liger_kernel_config lr_scheduler_kwargs neftune_noise_alpha optim_args optim_target_modules prediction_loss_only"
-    " torch_compile_backend tpu_ trackio_ use_adasum use_ipex use_liger_kernel use_mps_device xpu_backend": "not"
-    " available. Leave it out",
+    " torch_empty_cache_steps train_sampling_strategy use_cache verbose_logging world_size": "not needed. Leave it out",
+    "activation_checkpointing_kwargs adafactor eval_all_checkpoints eval_delay eval_on_start include_for_metrics"
+    " gradient_checkpointing_kwargs include_inputs_for_metrics jit_mode_eval label_smoothing label_smoothing_factor"
+    " liger_kernel_config lr_scheduler_kwargs neftune_noise_alpha notes optim_args optim_target_modules"
+    " prediction_loss_only torch_compile_backend tpu_ trackio_ use_adasum use_ipex use_liger_kernel use_mps_device"
+    " use_slow_tokenizer xpu_backend": "not available. Leave it out",
 }
 ELSEWHERE = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
 LEAST_LIKE = 0.7  # similarity of the words in which a misspelled flag differs from the right one
@@ -113,10 +113,10 @@ def hint(name: str, prefix: str = "--") -> str:
     name = name.lower().replace("-", "_")
     remedy = ELSEWHERE.get(name) or ELSEWHERE.get(f"{name.split('_')[0]}_")
     if remedy is None:
-        close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=3, cutoff=0.8)
+        close = difflib.get_close_matches(name, [*ELSEWHERE, *NAMES], n=3, cutoff=0.8)
         right = next((flag for flag in close if _misspells(name, flag)), None)
-        if right in FLAGS:
-            return f": did you mean {prefix}{right}?"
+        if right in NAMES:
+            return f": did you mean {prefix}{right if prefix else NAMES[right]}?"
         remedy = ELSEWHERE.get(str(right))
     return f": {remedy.replace('--', prefix)}." if remedy else "."
 

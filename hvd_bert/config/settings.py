@@ -241,6 +241,7 @@ SECTIONS: list[Any] = [
     ProfilingArguments,
 ]
 FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(section)}
+NAMES = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}  # names by spelling
 
 
 def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:

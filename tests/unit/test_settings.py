@@ -94,6 +94,7 @@ def test_yaml_has_the_values_of_the_command_line(tmp_path: Path, text: str, name
     [
         ("learning_rat: 1", ["'learning_rat'", "did you mean learning_rate?"]),
         ("epochs: 1", ["'epochs': use num_train_epochs."]),
+        ("timeline_file: x", ["'timeline_file': did you mean timeline?"]),
         ("seed: [1, 2]", ["'seed'", "list"]),
         ("seed: red", ["--seed", "'red'"]),
         ("seed: " + "9" * 5000, ["--seed", "'99"]),
@@ -101,7 +102,7 @@ def test_yaml_has_the_values_of_the_command_line(tmp_path: Path, text: str, name
         ('train_file: "a\\0b"', ["train_file", "NUL"]),
         ("seed: !!python/object/apply:os.getcwd []", ["'seed'"]),
         ("? [a]\n: 1\n", ["YAML", "line 1"]),
-        ("train_file: [a, [b]]", ["'train_file'", "list"]),
+        ("train_file: [a, [b]]", ["'train_file'", "or a list"]),
         ("", ["flag: value"]),
         ("seed: 1\n  learning_rate: [", ["YAML", "line 2"]),
         ("{a: " * 20_000, ["recursion"]),
@@ -157,6 +158,7 @@ def test_settings_by_flags(flags, expected):
         ("--config sample -h --bf16", USED_FIRST.split()),
         ("--help checkpoints", [name for name, flag in FLAGS.items() if flag.group == "checkpoints"]),
         ("--help seed", ["seed"]),
+        ("--help timeline_file", ["timeline"]),
     ],
 )
 def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
@@ -185,6 +187,8 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--lora_r 9", ["did you mean --lora_rank?"]),
         ("--null_score_thresh 9", ["did you mean --null_score_diff_threshold?"]),
         ("--num-worker 8", ["Leave it out."]),  # a typo of another trainer's flag
+        ("--max_train_steps 8", ["use --max_steps."]),
+        ("--notes x", ["Unknown argument --notes: not available. Leave it out."]),  # not --nodes
         ("--label_smoothing=0.1", ["Unknown argument --label_smoothing=0.1: not available. Leave it out."]),
         ("--gradient_clip_algorithm norm", ["Unknown argument --gradient_clip_algorithm."]),  # not --max_grad_norm
         ("--config", ["--config"]),
