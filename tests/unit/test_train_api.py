@@ -232,3 +232,11 @@ def test_student_of_a_teacher_is_an_ordinary_model(
         main()
     with refused("bf16", "NAME=VALUE"):
         main(name, "seed=1", "bf16")
+
+
+def test_words_of_the_ray_example_are_checked(capsys):
+    ray_train = pytest.importorskip("ray_train")
+    for word in ("seed", "output_dir=s3://b/run"):
+        with pytest.raises(SystemExit):
+            ray_train.main("2", word)
+        assert repr(word.partition("=")[2] or word) in capsys.readouterr().err
