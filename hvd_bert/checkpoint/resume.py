@@ -31,8 +31,7 @@ _FOREIGN = {
     "trainer_state.json": "a checkpoint of Hugging Face's Trainer",
     "*.ckpt": "a checkpoint of Lightning",
     "random_states_*.pkl": "a checkpoint of Accelerate",
-    "*.pt": "a checkpoint of another program",
-    "*.pth": "a checkpoint of another program",
+    "*.pt*": "a checkpoint of another program",
     "config.json": "a model without the state of its training",
     "adapter_config.json": "an adapter of PEFT without its model",
 }
@@ -133,10 +132,9 @@ def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
 
 def _describe(path: Path) -> str:
     """Return the end of a message about a path that is no checkpoint of a run: what it is, and what to do."""
-    inside = [file.name for file in path.iterdir()] if path.is_dir() else [path.name] * path.exists()
-    checkpoints = files.candidates(path) if path.is_dir() else []
-    if checkpoints:
+    if path.is_dir() and (checkpoints := files.candidates(path)):
         return f"is not a checkpoint, but holds some. Name one of them, such as {checkpoints[0]}."
+    inside = [file.name for file in path.iterdir()] if path.is_dir() else [path.name] * path.exists()
     kind = next((kind for pattern, kind in _FOREIGN.items() if fnmatch.filter(inside, pattern)), "")
     if not kind:
         problem = "is not a checkpoint" if path.exists() else "does not exist"

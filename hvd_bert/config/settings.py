@@ -12,12 +12,7 @@ from typing import Any
 
 import yaml
 
-from hvd_bert.config.data import (
-    DEFAULT_DATASET,
-    QUESTION_ANSWERING,
-    DataArguments,
-    ModelArguments,
-)
+from hvd_bert.config.data import DEFAULT_DATASET, QUESTION_ANSWERING, DataArguments, ModelArguments
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
 from hvd_bert.config.parser import name_or_path, shortened
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES

@@ -197,7 +197,6 @@ class TrainArguments:
     tf32: bool = _training(False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact.")
 
     def __post_init__(self) -> None:
-        require(self.output_dir != "", "--output_dir is empty: name a folder, or omit the flag for runs/DATE-TIME.")
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
 
     def refuse_auto(self, command: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
-from hvd_bert.config.command_line import trained_file, trained_settings
+from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import HELP, Limits, Parser, add_number, name_or_path
@@ -87,9 +87,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     defaults, shared, accepted = TRAINED - DATA if named else TRAINED, SHARED, ACCEPTED
     config = _config(own.model, words, trained, defaults)
-    if (
-        config.data.task != QUESTION_ANSWERING
-    ):  # a custom task may need the training file, for example to build its model
+    if config.data.task != QUESTION_ANSWERING:  # such a task may need the training file, for example to build its model
         defaults, shared, accepted = (names | {"train_file"} for names in (defaults, shared, accepted))
         config = _config(own.model, words, trained, defaults)
     elif trained.get("train_file") and not trained.get("validation_file") and not named:
@@ -100,7 +98,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
         require(not own.compare, "--keep_threshold works for one model only. Remove --compare.")
         require(config.data.version_2_with_negative, "--keep_threshold needs --version_2_with_negative.")
         problem = "has no train_config.yaml of a training"
-        if trained_file(own.model):
+        if trained:
             problem = "was trained without --version_2_with_negative, so no command would use the threshold by default"
         require(
             bool(trained.get("version_2_with_negative")),
