@@ -1,4 +1,4 @@
-"""Handle lost standard streams and Ctrl-C in commands.
+"""Handle lost standard streams, Ctrl-C and other signals in commands.
 
 A stream is lost if its reader ends (`| head`), its disk is full or it is closed (`>&-`). Python would then raise an
 error at the next print. It would also raise one for a character that the locale cannot encode; here an escape such as
@@ -16,7 +16,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,6 +25,8 @@ from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED
 
 # Limit for a write. If horovodrun --gloo loses its own output, it stops reading the pipe without closing it.
 PATIENCE_S = 60.0
+# Signals that end a process without cleaning up; SIGINT raises KeyboardInterrupt.
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = "hvd_bert: interrupted"
 
 
@@ -139,3 +141,26 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def before_ending(clean_up: Callable[[], object]) -> Iterator[None]:
+    """Context manager: call `clean_up` if a signal of ENDING ends this process in the block."""
+    process = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:  # not in a forked child
+            with contextlib.suppress(OSError):
+                clean_up()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    # A program's own handlers stay.
+    handled = [number for number in ENDING if in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)

@@ -14,25 +14,22 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from hvd_bert.config.parser import checked_path
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage import locks
 from hvd_bert.storage.reading import open_regular, read_json, sha256_of
 from hvd_bert.storage.writing import flush
-from hvd_bert.streams import in_main_thread
+from hvd_bert.streams import before_ending
 
 SUMS = "sha256.json"  # in each entry: file name -> checksum, for its other files
 _LEFTOVER_AGE_S = 24 * 3600.0
-# Signals that end a process before it trains, without cleaning up; SIGINT raises KeyboardInterrupt.
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def default_cache_dir() -> Path:
@@ -94,7 +91,9 @@ def _sums(folder: Path) -> dict[str, str]:
 
 def _build(entry: Path, build: Callable[[Path], None]) -> None:
     building = entry.parent / f"tmp-{uuid.uuid4().hex}"
-    with _removed_at_the_end(building):
+    remove = partial(shutil.rmtree, building, ignore_errors=True)
+    with before_ending(remove), ExitStack() as stack:
+        stack.callback(remove)
         building.mkdir()
         build(building)
         (building / SUMS).write_text(json.dumps(_sums(building)))
@@ -107,27 +106,6 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
             if not entry.exists():  # if it exists, another host was first, with the same content
                 raise
         flush(entry.parent)
-
-
-@contextmanager
-def _removed_at_the_end(folder: Path) -> Iterator[None]:
-    """Context manager: remove `folder` at the end of the block, also if a signal of ENDING ends this process in it."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    # A program's own handlers stay.
-    handled = [number for number in ENDING if in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
-    for number in handled:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _remove_leftovers(cache_dir: Path) -> None:

@@ -19,6 +19,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.output.output_dir import check_apart
 from hvd_bert.storage.writing import check_output, make_folder, replacing
+from hvd_bert.streams import before_ending
 
 Write = Callable[[pa.Table], object]
 
@@ -63,10 +64,10 @@ def _has_bytes(kind: pa.DataType) -> bool:
 def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` after the block, unless the block raises. Raises OSError.
 
-    If `path` is a symbolic link, its target is replaced. A file that another process creates at `path` in the
-    meantime is replaced only with `overwrite`.
+    A signal that ends the process removes the temporary file. If `path` is a symbolic link, its target is replaced. A
+    file that another process creates at `path` in the meantime is replaced only with `overwrite`.
     """
-    with replacing(path.resolve(), durable=True) as new:
+    with replacing(path.resolve(), durable=True) as new, before_ending(partial(new.unlink, missing_ok=True)):
         check_output(path, overwrite)  # another process may have created it since `check`
         yield new
         check_output(path, overwrite)

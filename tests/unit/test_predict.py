@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,24 @@ def test_file_that_appears_meanwhile_is_replaced_with_overwrite_only(tmp_path, o
     if not overwrite:  # as if the file appeared after the command's first check
         with pytest.raises(FileExistsError), reserved(path, overwrite):
             pytest.fail("the work began")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])  # horovodrun sends SIGUSR2 for Ctrl-C
+def test_signal_leaves_no_file(tmp_path, name):
+    number = signal.Signals[name]
+    if not (child := os.fork()):
+        try:
+            signal.signal(number, signal.SIG_DFL)  # as in a command
+            with reserved(tmp_path / "a.csv", False) as new:
+                if not (worker := os.fork()):  # as a custom task's, which Python terminates
+                    signal.raise_signal(number)
+                os.waitpid(worker, 0)
+                new.stat()
+                signal.raise_signal(number)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == number
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
