@@ -16,7 +16,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.sources import files, squad
 from hvd_bert.data.sources.questions import Mistake, checked, text_mistake
 from hvd_bert.data.sources.squad import Question, Reading
-from hvd_bert.predict.writing import as_json, check_columns, check_new, escaped
+from hvd_bert.predict.writing import as_cell, as_json, check_columns, check_new, escaped
 from hvd_bert.tasks.rows import check_names, each_row
 
 SHOWN = 3  # number of mistakes in a message
@@ -68,7 +68,7 @@ def read_input(flags: argparse.Namespace, own: Sequence[str]) -> Input:
     for at, row in rows:
         for where, item in squad.found_in(at, row, reading):
             cells.append(row if isinstance(row, dict) else {})
-            question, mistake = _question(where, item, cells[-1], reading)
+            question, mistake = _question(where, item)
             if mistake:
                 mistakes[len(questions)] = mistake
             questions.append(question)
@@ -128,17 +128,15 @@ def _columns(
     return table
 
 
-def _question(
-    where: str, item: Question | Mistake, cells: Mapping[str, Any], reading: Reading
-) -> tuple[Question, Mistake | None]:
+def _question(where: str, item: Question | Mistake) -> tuple[Question, Mistake | None]:
     """Return a row's question, and the mistake for which it cannot be answered. Its texts are then made writable."""
     if isinstance(item, Mistake):
-        mistake, given = item, [cells.get(name) for name in ("id", reading.context_column, reading.question_column)]
+        mistake, given = item, item.given
     elif reason := text_mistake(item):
-        mistake, given = Mistake("unusable text", reason, where), [item.id, item.context, item.question]
+        mistake, given = Mistake("unusable text", reason, where), (item.id, item.context, item.question)
     else:
         return item, None
-    id_, context, question = map(_text, given)
+    id_, context, question = (as_cell(value) or "" for value in given)
     return Question(id_ or where, "", context, question, (), ()), mistake
 
 
@@ -151,9 +149,5 @@ def _array(values: list[Any], suffix: str) -> pa.Array:
     except (ArithmeticError, TypeError, ValueError):
         array = None
     if array is None or (suffix == ".csv" and pa.types.is_nested(array.type)):
-        array = pa.array([None if value is None else _text(value) for value in values], pa.string())
+        array = pa.array(map(as_cell, values), pa.string())
     return array
-
-
-def _text(value: Any) -> str:
-    return escaped(value) if isinstance(value, str) else "" if value is None else as_json(value)

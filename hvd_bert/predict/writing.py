@@ -107,14 +107,18 @@ def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
     """Write a table as CSV. Lists and structures become JSON texts."""
     for number, field in enumerate(table.schema):
         if _becomes_text(field.type):
-            values = table.column(number).to_pylist()
-            texts = [str(value) if isinstance(value, str | UUID) else as_json(value) for value in values]
-            table = table.set_column(number, field.name, pa.array(texts, pa.string()))
+            cells = map(as_cell, table.column(number).to_pylist())
+            table = table.set_column(number, field.name, pa.array(cells, pa.string()))
     writer.write_table(table)
 
 
 def _becomes_text(kind: pa.DataType) -> bool:
     return pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType)
+
+
+def as_cell(value: Any) -> str | None:
+    """Format a value as a text: texts as they are, None as None, others as JSON."""
+    return None if value is None else escaped(str(value)) if isinstance(value, str | UUID) else as_json(value)
 
 
 def as_json(value: Any) -> str:

@@ -94,7 +94,7 @@ def each_row(located: Iterable[files.Located]) -> Iterator[files.Located]:
     """Yield the rows of `files.parsed`, also those in lists and in {"data": [ROW, ...]}, with their paths."""
     for where, value in located:
         inner = value.get("data") if isinstance(value, dict) and not where and "context" not in value else None
-        if isinstance(inner, list) and all(isinstance(row, dict) for row in inner):
+        if isinstance(inner, list) and (not inner or any(isinstance(row, dict) for row in inner)):
             where, value = "data", inner
         if isinstance(value, list):
             yield from ((f"{where}[{number}]", row) for number, row in enumerate(value))

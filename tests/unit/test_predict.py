@@ -195,7 +195,7 @@ def test_warnings_count_the_questions_of_all_blocks_once(model, tmp_path, monkey
 
 GOOD = {"id": "q1", "question": "What is red?", "context": "The box is red. The hall is green.", "n": 5}
 BAD = [GOOD | {"context": " "}, GOOD | {"question": None}]
-WORSE = [GOOD | {"context": ["Ada"]}, GOOD | {"question": "\ud800?", "id": None}]
+WORSE = [GOOD | {"context": ["Ada"]}, {"id": "q1", "context": "Ada"}, GOOD | {"question": "\ud800?", "id": None}]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -204,6 +204,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffixes == [".squad", ".json"]:
         path.write_text(json.dumps({"data": [{"paragraphs": [row | {"qas": [row]}]} for row in rows]}))
+    elif path.suffixes == [".data", ".json"]:
+        path.write_text(json.dumps({"data": [*rows, None]}))
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
@@ -211,7 +213,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path, index=False)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.squad.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.data.json", "a.squad.json", "a.csv", "a.parquet"])
 def test_rows_that_cannot_be_answered_do_not_stop_the_others(model, tmp_path, name, capsys):  # noqa: F811
     bad = BAD + (WORSE if "json" in name else [])
     file, output = tmp_path / name, tmp_path / "answers.jsonl"
@@ -219,7 +221,7 @@ def test_rows_that_cannot_be_answered_do_not_stop_the_others(model, tmp_path, na
     write_rows(file, [GOOD, *bad, GOOD])
     if name == "a.csv":
         file.write_text(file.read_text() + "q5,a cell\n")
-        bad = [*bad, {}]
+    bad += [{}] * (name in ("a.csv", "a.data.json"))
     with refused(output, "2 question(s)", f"{len(bad)} row(s)", error=CollectiveError) as raised:
         answered(*words)
     assert raised.value.status == EXIT_BAD_INPUT
@@ -230,11 +232,12 @@ def test_rows_that_cannot_be_answered_do_not_stop_the_others(model, tmp_path, na
     assert rows[0] == right[0] and all("n" not in rows[0] or row["n"] in (5, "5") for row in right)
     wrong = [(row["answer"], row["start"], bool(row["error"])) for row in rows if row["error"] is not None]
     assert wrong == [("", None, True)] * len(bad)
+    assert sum(row["id"] == "q1" for row in rows) == 2 + sum(row.get("id") == "q1" for row in bad)
     assert main([str(word) for word in words[:3]]) == EXIT_OK
     assert f"{len(bad)} row(s) cannot be answered" in capsys.readouterr().out
     write_rows(file, bad[:2])
     output.unlink()
-    with refused(file, "2 mistakes", error=CollectiveError):
+    with refused(file, "mistakes in", error=CollectiveError):
         answered(*words)
     assert os.listdir(tmp_path) == [name]
 
@@ -261,12 +264,13 @@ def test_columns_of_the_input_are_kept(model, tmp_path, suffix):  # noqa: F811
 
 
 def test_types_that_csv_lacks_become_texts(model, tmp_path):  # noqa: F811
-    columns = {name: [GOOD[name]] for name in ("question", "context")}
-    key = pyarrow.array([UUID(int=5).bytes], pyarrow.uuid())
-    parquet.write_table(pyarrow.table(columns | {"key": key, "list": [[1]]}), tmp_path / "a.parquet")
+    columns = {name: [GOOD[name]] * 2 for name in ("question", "context")}
+    key = pyarrow.array([UUID(int=5).bytes, None], pyarrow.uuid())
+    parquet.write_table(pyarrow.table(columns | {"key": key, "list": [[1], None]}), tmp_path / "a.parquet")
     answered(model, "--input", tmp_path / "a.parquet", "--output", tmp_path / "a.csv")
-    (row,) = read_rows(tmp_path / "a.csv")
+    row, _ = read_rows(tmp_path / "a.csv")
     assert (row["key"], row["list"]) == (str(UUID(int=5)), "[1]")
+    assert (tmp_path / "a.csv").read_text().endswith(",,\n"), "null is empty"
 
 
 def test_columns_are_those_of_the_training_where_the_file_has_them(model, tmp_path):  # noqa: F811

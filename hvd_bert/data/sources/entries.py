@@ -65,9 +65,11 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
         yield where, Mistake("wrong structure", reason, where)
     elif names["question"] in node:
         where = where or "[0]"
+        row = {**outer, **node}
         try:
-            yield where, _question(where, {**outer, **node}, names, reading)
+            yield where, _question(where, row, names, reading)
         except Mistake as mistake:
+            mistake.given = _given(row, names)
             yield where, mistake
     else:
         inner = {**outer, **{key: node[key] for key in ("title", "context") if key in node}}
@@ -77,7 +79,13 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
             return
         has_context = "context" in inner or names["context"] in node
         needed = '"context"' if level else f'"qas" or "{names["question"]}"' if has_context else '"paragraphs" or "qas"'
-        yield where, Mistake("wrong structure", f"has no {needed} ({shown(node)})", where)
+        incomplete = Mistake("wrong structure", f"has no {needed} ({shown(node)})", where)
+        incomplete.given = _given({**inner, **node}, names)
+        yield where, incomplete
+
+
+def _given(row: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Any, Any, Any]:
+    return row.get(names["id"]), row.get(names["context"]), row.get(names["question"])
 
 
 def _holds_columns(where: str, question: Any, context: Any) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 from unicodedata import category, normalize
 from unicodedata import name as name_of
 
@@ -81,10 +82,11 @@ class Mistake(Exception):
     """A mistake in the data.
 
     `kind`: category, for counts. `reason`: a function if only a shown mistake needs it. `path`: path in the file.
-    `question`: the question, if an evaluation can score it. `repaired`: the question with its answers moved to the only
-    occurrences of their texts, if that is the whole mistake.
+    `given`: the row's id, context and question. `question`: the question, if an evaluation can score it. `repaired`:
+    the question with its answers moved to the only occurrences of their texts, if that is the whole mistake.
     """
 
+    given: tuple[Any, Any, Any] = (None, None, None)
     question: Question | None = None
     repaired: Question | None = None
 
