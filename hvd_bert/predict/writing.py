@@ -79,13 +79,11 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
     if suffix == ".jsonl":
         file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
         write: Write = partial(_write_lines, file)
-    elif suffix == ".parquet":
-        file = ParquetWriter(new, schema)
-        write = file.write_table
     else:
-        types = [pa.string() if _becomes_text(kind) else kind for kind in schema.types]
-        file = CSVWriter(new, pa.schema(list(zip(schema.names, types, strict=True))))
-        write = partial(_write_csv, file)
+        fields = [field.with_type(pa.string()) if _becomes_text(field.type, suffix) else field for field in schema]
+        columns = pa.schema(fields, schema.metadata)
+        file = ParquetWriter(new, columns) if suffix == ".parquet" else CSVWriter(new, columns)
+        write = partial(_write_table, file, suffix)
     try:
         yield write
     except BaseException:
@@ -103,17 +101,19 @@ def _write_lines(file: Any, table: pa.Table) -> None:
         file.write(f"{as_json(row)[:-1]}{''.join(column[number] for column in texts)}}}\n")
 
 
-def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
-    """Write a table as CSV. Lists and structures become JSON texts."""
+def _write_table(writer: CSVWriter | ParquetWriter, suffix: str, table: pa.Table) -> None:
+    """Write a table as CSV or Parquet. Values that the format lacks become texts, lists and structures as JSON."""
     for number, field in enumerate(table.schema):
-        if _becomes_text(field.type):
+        if _becomes_text(field.type, suffix):
             cells = map(as_cell, table.column(number).to_pylist())
-            table = table.set_column(number, field.name, pa.array(cells, pa.string()))
+            table = table.set_column(number, field.with_type(pa.string()), pa.array(cells, pa.string()))
     writer.write_table(table)
 
 
-def _becomes_text(kind: pa.DataType) -> bool:
-    return pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType)
+def _becomes_text(kind: pa.DataType, suffix: str) -> bool:
+    if suffix == ".parquet":
+        return "struct<>" in str(kind)
+    return pa.types.is_nested(kind) or pa.types.is_string_view(kind) or isinstance(kind, pa.BaseExtensionType)
 
 
 def as_cell(value: Any) -> str | None:

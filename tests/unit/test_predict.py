@@ -263,7 +263,7 @@ def test_columns_of_the_input_are_kept(model, tmp_path, suffix):  # noqa: F811
     assert read_rows(output)[0]["start"] == first["start"]
 
 
-def test_types_that_csv_lacks_become_texts(model, tmp_path):  # noqa: F811
+def test_types_that_the_format_lacks_become_texts(model, tmp_path):  # noqa: F811
     columns = {name: [GOOD[name]] * 2 for name in ("question", "context")}
     key = pyarrow.array([UUID(int=5).bytes, None], pyarrow.uuid())
     parquet.write_table(pyarrow.table(columns | {"key": key, "list": [[1], None]}), tmp_path / "a.parquet")
@@ -271,6 +271,9 @@ def test_types_that_csv_lacks_become_texts(model, tmp_path):  # noqa: F811
     row, _ = read_rows(tmp_path / "a.csv")
     assert (row["key"], row["list"]) == (str(UUID(int=5)), "[1]")
     assert (tmp_path / "a.csv").read_text().endswith(",,\n"), "null is empty"
+    write_rows(tmp_path / "a.jsonl", [GOOD | {"meta": {"tags": {}}}])
+    answered(model, "--input", tmp_path / "a.jsonl", "--output", tmp_path / "b.parquet")
+    assert read_rows(tmp_path / "b.parquet")[0]["meta"] == '{"tags": {}}'
 
 
 def test_columns_are_those_of_the_training_where_the_file_has_them(model, tmp_path):  # noqa: F811
