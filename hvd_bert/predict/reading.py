@@ -120,8 +120,7 @@ def _columns(
 ) -> pa.Table:
     """Make a table of the columns `kept`. Those of Parquet keep their types. `cells`: the rows of JSON or CSV."""
     if not kept or not content.startswith(files.PARQUET):
-        suffix = flags.output.suffix if kept else ""
-        return pa.table({escaped(name): _array([row.get(name) for row in cells], suffix) for name in kept})
+        return pa.table({escaped(name): _array([row.get(name) for row in cells], flags.output.suffix) for name in kept})
     with files.parquet_file(flags.input, content) as parquet:
         table = parquet.read(kept)
     check_columns(flags.output, table.schema)
