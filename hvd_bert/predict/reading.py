@@ -24,19 +24,12 @@ SHOWN = 3  # number of mistakes in a message
 
 @dataclass(frozen=True)
 class Input:
-    """The content of --input.
+    """The content of --input."""
 
-    Attributes:
-        digest: SHA-256 of the file.
-        questions: A question per row, also of rows that cannot be answered.
-        mistakes: Why rows cannot be answered, by their number.
-        kept: The columns that --output keeps.
-    """
-
-    digest: str
-    questions: list[Question]
-    mistakes: dict[int, Mistake]
-    kept: pa.Table
+    digest: str  # SHA-256 of the file
+    questions: list[Question]  # a question per row, also of rows that cannot be answered
+    mistakes: dict[int, Mistake]  # why rows cannot be answered, by their number
+    kept: pa.Table  # the columns that --output keeps
 
     @property
     def answerable(self) -> list[int]:

@@ -54,7 +54,6 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         with world.writing("--output", flags.output) as writes:
             if writes:
                 table = _with_columns(rows, flags, task_name, found)
-                check_columns(flags.output, table.schema)
                 with written(new, flags.output.suffix, table.schema) as write:
                     write(table)
                 output.close()
