@@ -131,7 +131,9 @@ def check_fit(config: Any, args: ModelArguments, tokenizer: Any, max_seq_length:
     largest = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, since ids may have gaps
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:
         remedy = "Give the model's own tokenizer (--tokenizer_name)."
-        if args.tokenizer == args.model_name_or_path and tokenizer.vocab_size <= embeddings < len(tokenizer):
+        if not args.model_name_or_path:
+            remedy = f"Give the configuration's own tokenizer, or set its vocab_size to {len(tokenizer)}."
+        elif tokenizer.vocab_size <= embeddings < len(tokenizer):
             remedy = "Tokens were added: call `model.resize_token_embeddings(len(tokenizer))`, and save both."
         raise UserError(
             f"Model and vocabulary differ: {args.configuration} has {embeddings} embeddings, but the tokenizer"

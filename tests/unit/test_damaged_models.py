@@ -131,6 +131,17 @@ def with_added_tokens(folder: Path) -> None:
 CASES["tokens added to the tokenizer"] = with_added_tokens, "resize_token_embeddings"
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("model_name_or_path", "resize_token_embeddings"), ("config_name", "vocab_size")]
+)
+def test_tokens_added_to_another_folders_tokenizer(good, tmp_path, name, remedy):
+    folder = shutil.copytree(good, tmp_path / "more")
+    with_added_tokens(folder)
+    args = ModelArguments(**{name: str(good)}, tokenizer_name=str(folder))
+    with refused(good, folder, remedy):
+        load_model(args, load_tokenizer(args), LENGTH, seed=1)
+
+
 def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
     def damage(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
