@@ -45,7 +45,7 @@ class WindowCounts:
     unspaced_contexts: int = 0  # questions whose context has hardly any spaces
     context_characters: int = 0  # in tokens; questions that share a context count it once
     unknown_characters: int = 0  # of these, in tokens that the vocabulary lacks
-    answer_lengths: tuple[int, ...] = ()  # [n]: questions whose shortest answer has n tokens
+    answer_lengths: tuple[int, ...] = ()  # [n]: questions whose shortest answer has n tokens, [0]: without an answer
 
     def __add__(self, other: WindowCounts) -> WindowCounts:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -173,7 +173,7 @@ class FileCounts:
 
     def _of_validation(self) -> Iterator[tuple[str, str]]:
         counts, limit = self.windows, self.max_answer_length
-        longer, known = counts.longer_answers(limit), sum(counts.answer_lengths)
+        longer, known = counts.longer_answers(limit), sum(counts.answer_lengths[1:])
         if longer:
             yield (
                 "long answers",

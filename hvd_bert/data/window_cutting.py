@@ -143,10 +143,11 @@ class _Context:
 class _Cut:
     """A question cut into windows.
 
-    `head`: tokens before the context piece, equal in all windows. `spans`: indices of each answer's first and last
-    token in the context; -1, -1 without such tokens. `pieces`: the context tokens [start, stop) of each window.
-    `shortened`: whether the question was truncated. `crowded`: whether its windows advance by at most a quarter.
-    `unknown`: whether the vocabulary lacks at least half of the question's tokens.
+    `head`: tokens before the context piece, equal in all windows. `span`: indices of the first answer's first and last
+    token in the context; -1, -1 without such tokens. `shortest`: tokens of the shortest answer; 0 without an answer.
+    `pieces`: the context tokens [start, stop) of each window. `shortened`: whether the question was truncated.
+    `crowded`: whether its windows advance by at most a quarter. `unknown`: whether the vocabulary lacks at least half
+    of the question's tokens.
 
     [CLS] question tokens [SEP] tokens of the piece [SEP]
     <-------- head ----------->^context_start       ^context_end
@@ -156,7 +157,8 @@ class _Cut:
     question: Question
     context: _Context
     head: _Int32s
-    spans: list[tuple[int, int]]
+    span: tuple[int, int]
+    shortest: int
     pieces: list[tuple[int, int]]
     shortened: bool
     crowded: bool
@@ -164,7 +166,7 @@ class _Cut:
 
     def label(self, start: int, stop: int) -> tuple[int, int]:
         """Return the indices of the first answer's first and last token in the window of a piece; 0, 0 without both."""
-        first, last = self.spans[0] if self.spans else _NO_TOKENS
+        first, last = self.span
         if not start <= first <= last < stop:
             return 0, 0
         shift = len(self.head) - start
@@ -173,7 +175,7 @@ class _Cut:
     @property
     def has_unknown_answer(self) -> bool:
         """Whether the vocabulary lacks all tokens of the first answer."""
-        (first, last), unknown = self.spans[0], self.context.unknown
+        (first, last), unknown = self.span, self.context.unknown
         return unknown.size > 0 and bool(np.isin(np.arange(first, last + 1), unknown).all())
 
 
@@ -196,9 +198,10 @@ def cut(
         ids, length, context = encoding.ids[:longest], len(encoding), contexts[question.context]
         head = np.array([*layout.before, *ids, *layout.between], dtype=np.int32)
         pieces, crowded = _pieces(len(context.ids), room - len(ids), options.doc_stride, length > _LONG_QUESTION)
-        spans = _answer_spans(question, context)
+        span, shortest = _answers(question, context, window_tokenizer.backend)
         unknown = 2 * ids.count(window_tokenizer.unk_id) >= len(ids) > 0
-        cuts.append(_Cut(number, question, context, head, spans, pieces, length > longest, crowded, unknown))
+        is_shortened = length > longest
+        cuts.append(_Cut(number, question, context, head, span, shortest, pieces, is_shortened, crowded, unknown))
     windows = [(cut, *piece) for cut in cuts for piece in cut.pieces]
     batches = (
         _record_batch(windows[begin : begin + _WINDOWS_AT_ONCE], layout)
@@ -209,11 +212,9 @@ def cut(
 
 def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
     answered = [cut for cut in cuts if cut.question.answer_starts[:1] not in ((), (None,))]
-    with_tokens = [cut for cut in answered if cut.spans[0] != _NO_TOKENS]
+    with_tokens = [cut for cut in answered if cut.span != _NO_TOKENS]
     found = sum(any(cut.label(*piece) != (0, 0) for piece in cut.pieces) for cut in with_tokens)
     crowded = [cut for cut in cuts if cut.crowded]
-    lengths = [[last - first + 1 for first, last in cut.spans if first >= 0] for cut in cuts]
-    shortest = np.array([min(of_question) for of_question in lengths if of_question], dtype=np.int64)
     sizes = [(context.char_ends - context.char_starts, context.unknown) for context in contexts]
     return WindowCounts(
         questions=len(cuts),
@@ -230,7 +231,7 @@ def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
         unspaced_contexts=sum(cut.context.unspaced for cut in cuts),
         context_characters=sum(int(widths.sum()) for widths, _ in sizes),
         unknown_characters=sum(int(widths[unknown].sum()) for widths, unknown in sizes),
-        answer_lengths=tuple(np.bincount(shortest).tolist()),
+        answer_lengths=tuple(np.bincount([cut.shortest for cut in cuts]).tolist()),
     )
 
 
@@ -247,22 +248,24 @@ def _tokenized_contexts(window_tokenizer: WindowTokenizer, questions: Sequence[Q
     return contexts
 
 
-def _answer_spans(question: Question, context: _Context) -> list[tuple[int, int]]:
-    """Return the indices of the context's first and last token that overlap each answer; -1, -1 if none does.
+def _answers(question: Question, context: _Context, backend: tokenizers.Tokenizer) -> tuple[tuple[int, int], int]:
+    """Return the indices of the context's first and last token that overlap the first answer; -1, -1 if none does.
 
-    Blanks around the answers are ignored. Repeated answers occur once.
+    Also returns the number of tokens of the shortest answer; 0 without an answer. Blanks around answers are ignored.
     """
-    spans = []
+    spans, lengths = [], []
     for text, start in dict.fromkeys(zip(question.answer_texts, question.answer_starts, strict=True)):
-        span = _NO_TOKENS
-        if start is not None:
-            stop = start + len(text.rstrip())
-            start += len(text) - len(text.lstrip())
-            first = int(context.char_ends.searchsorted(start, side="right"))
-            last = int(context.char_starts.searchsorted(stop, side="left")) - 1
-            span = (first, last) if first <= last else _NO_TOKENS
-        spans.append(span)
-    return spans
+        if start is None:
+            spans.append(_NO_TOKENS)
+            lengths.append(len(backend.encode(text.strip(), add_special_tokens=False)))
+            continue
+        stop = start + len(text.rstrip())
+        start += len(text) - len(text.lstrip())
+        first = int(context.char_ends.searchsorted(start, side="right"))
+        last = int(context.char_starts.searchsorted(stop, side="left")) - 1
+        spans.append((first, last) if first <= last else _NO_TOKENS)
+        lengths.append(max(0, last - first + 1))
+    return next(iter(spans), _NO_TOKENS), min(filter(None, lengths), default=0)
 
 
 def _pieces(length: int, capacity: int, overlap: int, is_long: bool) -> tuple[list[tuple[int, int]], bool]:

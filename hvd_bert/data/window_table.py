@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_FORMAT = 7  # part of the cache key; increase it whenever the file format or the windows change
+_FORMAT = 8  # part of the cache key; increase it whenever the file format or the windows change
 _QUESTIONS_AT_ONCE = 1000
 _Int32s = npt.NDArray[np.int32]
 _DATA, _META, _KEYS = "windows.arrow", "windows.json", "questions.npy"

@@ -177,9 +177,12 @@ WARNED = {
     ),
     "length": (
         EVERY[1:2],
-        [ask(COLOURS, "box is red", "the box is red"), ask(COLOURS, "red", COLOURS[:14]), ask(COLOURS)],
+        [
+            *(ask(COLOURS, "box is red", "the box is red"), ask(COLOURS, "red", COLOURS[:14]), ask(COLOURS)),
+            *(replace(ask(COLOURS, text), answer_starts=(None,)) for text in (COLOURS[:14], "red")),
+        ],
         LENGTH,
-        ["1 of 2 questions", "50.0%", "--max_answer_length 2,", "--max_answer_length 3 "],
+        ["2 of 4 questions", "50.0%", "--max_answer_length 2,", "--max_answer_length 4 "],
     ),
     "spaces": (EVERY[1:2], [ask(CHINESE, question="what " * 4)], {}, ["1 of 1 questions", "--answer_language zh"]),
     "few spaces": (EVERY[1:2], [ask(CHINESE[:5] + " the box" * 5)], {"answer_language": "de"}, ["1 of 1", "ja or th"]),
