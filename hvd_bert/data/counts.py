@@ -155,11 +155,12 @@ class FileCounts:
         asked = counts.unknown_questions / max(1, counts.questions)
         if max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers)) > UNKNOWN_SHARE:
             of_answers = f" and {counts.unknown_answers} of {answers} answers" if answers else ""
+            texts = f"{counts.unknown_share:.0%} of the contexts' text and {counts.unknown_questions} {questions}"
             yield (
                 "unknown tokens",
-                f"{counts.unknown_share:.0%} of the contexts' text, {counts.unknown_questions} {questions}{of_answers}"
-                " are unknown tokens, which the model cannot tell apart (name a model for this language, in training by"
-                " --model_name_or_path; a word above 100 characters is unknown to BERT's tokenizers, too)",
+                f"{texts}{of_answers} are unknown tokens, which the model cannot tell apart (name a model for this"
+                " language, in training by --model_name_or_path; a word above 100 characters is unknown to BERT's"
+                " tokenizers, too)",
             )
 
     def _of_training(self) -> Iterator[tuple[str, str]]:

@@ -129,13 +129,13 @@ class WindowTokenizer:
 class _Context:
     """A context's tokens: the id and the character range [start, end) of each.
 
-    `unknown`: indices of the tokens that the vocabulary lacks. `unspaced`: whether the text has hardly any spaces.
+    `unknown`: whether the vocabulary lacks each token. `unspaced`: whether the text has hardly any spaces.
     """
 
     ids: _Int32s
     char_starts: _Int32s
     char_ends: _Int32s
-    unknown: npt.NDArray[np.intp]
+    unknown: npt.NDArray[np.bool_]
     unspaced: bool
 
 
@@ -175,8 +175,8 @@ class _Cut:
     @property
     def has_unknown_answer(self) -> bool:
         """Whether the vocabulary lacks all tokens of the first answer."""
-        (first, last), unknown = self.span, self.context.unknown
-        return unknown.size > 0 and bool(np.isin(np.arange(first, last + 1), unknown).all())
+        first, last = self.span
+        return bool(self.context.unknown[first : last + 1].all())
 
 
 def cut(
@@ -238,13 +238,11 @@ def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
 def _tokenized_contexts(window_tokenizer: WindowTokenizer, questions: Sequence[Question]) -> dict[str, _Context]:
     texts = list(dict.fromkeys(question.context for question in questions))  # neighboring questions share a context
     contexts = {}
-    for text, encoding in zip(
-        texts, window_tokenizer.backend.encode_batch(texts, add_special_tokens=False), strict=True
-    ):
+    encodings = window_tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+    for text, encoding in zip(texts, encodings, strict=True):
         starts, ends = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int32).reshape(-1, 2).T
         ids = np.array(encoding.ids, dtype=np.int32)
-        unknown = np.flatnonzero(ids == window_tokenizer.unk_id)
-        contexts[text] = _Context(ids, starts, ends, unknown, is_unspaced(text))
+        contexts[text] = _Context(ids, starts, ends, ids == window_tokenizer.unk_id, is_unspaced(text))
     return contexts
 
 

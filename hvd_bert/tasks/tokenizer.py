@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -38,16 +39,12 @@ def load_tokenizer(args: ModelArguments) -> Any:
 
 def _why_refused(args: ModelArguments, error: UserError) -> UserError:
     """Return the error for a tokenizer that is refused with `error`: another one if its model generates text."""
-    try:
+    with suppress(UserError):
         config = hub.load_pretrained(AutoConfig, args.configuration, **args.on_hub)
-    except UserError:
-        return error
-    if not generates(config):
-        return error
-    return UserError(
-        f"{args.configuration} is {described(config)}, whose tokenizer has no layout such as [CLS] a [SEP] b [SEP]."
-        f" {ENCODERS}"
-    )
+        if generates(config):
+            source = f"{args.configuration} is {described(config)}"
+            return UserError(f"{source}, whose tokenizer has no layout such as [CLS] a [SEP] b [SEP]. {ENCODERS}")
+    return error
 
 
 def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
