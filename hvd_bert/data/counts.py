@@ -127,8 +127,13 @@ class FileCounts:
                 f" only occurrence of their text. The first: {'; '.join(self.findings.first_repaired)}",
             )
         yield from self._of_windows()
-        if self.purpose == "training":
-            yield from self._of_training()
+        if self.purpose == "training" and self.windows.several_answers:
+            yield (
+                "several answers",
+                f"{self.windows.several_answers} of {self.windows.questions} questions have several different answers,"
+                " of which training uses the first (to learn all of them, see docs/guides/examples.md, Several answers"
+                " per question)",
+            )
         if self.purpose == "validation":
             yield from self._of_validation()
 
@@ -161,15 +166,6 @@ class FileCounts:
                 f"{texts}{of_answers} are unknown tokens, which the model cannot tell apart (name a model for this"
                 " language, in training by --model_name_or_path; a word above 100 characters is unknown to BERT's"
                 " tokenizers, too)",
-            )
-
-    def _of_training(self) -> Iterator[tuple[str, str]]:
-        several = self.windows.several_answers
-        if several:
-            yield (
-                "several answers",
-                f"{several} of {self.windows.questions} questions have several different answers, of which training"
-                " uses the first (to learn all of them, see docs/guides/examples.md, Several answers per question)",
             )
 
     def _of_validation(self) -> Iterator[tuple[str, str]]:
