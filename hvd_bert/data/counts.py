@@ -40,7 +40,7 @@ class WindowCounts:
     cut_answers: int = 0  # answers that no window contains completely
     tokenless_answers: int = 0  # answers whose characters the tokenizer drops
     unknown_questions: int = 0  # questions, at least half of whose tokens the vocabulary lacks
-    unknown_answers: int = 0  # answers of tokens that the vocabulary lacks
+    unknown_answers: int = 0  # answers without a token that the vocabulary has
     several_answers: int = 0  # questions with different answers at separate positions
     unspaced_contexts: int = 0  # questions whose context has hardly any spaces
     context_characters: int = 0  # in tokens; questions that share a context count it once
@@ -51,11 +51,6 @@ class WindowCounts:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         both = zip_longest(self.answer_lengths, other.answer_lengths, fillvalue=0)
         return WindowCounts(**sums | {"answer_lengths": tuple(map(sum, both))})
-
-    @property
-    def lost_answers(self) -> int:
-        """Number of answers that are not completely inside any window."""
-        return self.cut_answers + self.tokenless_answers
 
     @property
     def unknown_share(self) -> float:
@@ -94,7 +89,7 @@ class FileCounts:
             "crowded_questions": counts.crowded_questions,
             "crowded_windows": counts.crowded_windows,
             "answers": counts.answerable_questions,
-            "lost_answers": counts.lost_answers,
+            "lost_answers": counts.cut_answers + counts.tokenless_answers,
             "unknown_questions": counts.unknown_questions,
             "unknown_answers": counts.unknown_answers,
             "unknown_share": round(counts.unknown_share, 6),
@@ -151,14 +146,15 @@ class FileCounts:
             remedy = "shorten the questions, lower --doc_stride or raise --max_seq_length"
             yield "long questions", f"{'; '.join(long)} ({remedy})"
         answers = counts.answerable_questions
-        if counts.lost_answers and self.purpose != "prediction":  # which has no loss
+        if counts.cut_answers and self.purpose != "prediction":  # which has no loss
             yield (
                 "lost answers",
-                f"{counts.lost_answers} of {answers} answers are not completely inside any window, and count as"
+                f"{counts.cut_answers} of {answers} answers are not completely inside any window, and count as"
                 " missing in the loss (raise --doc_stride to keep longer answers whole)",
             )
         asked = counts.unknown_questions / max(1, counts.questions)
-        if max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers)) > UNKNOWN_SHARE:
+        share = max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers))
+        if share > UNKNOWN_SHARE or counts.tokenless_answers:
             of_answers = f" and {counts.unknown_answers} of {answers} answers" if answers else ""
             texts = f"{counts.unknown_share:.0%} of the contexts' text and {counts.unknown_questions} {questions}"
             yield (
