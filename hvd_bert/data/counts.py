@@ -209,12 +209,12 @@ def has_several_answers(question: Question) -> bool:
     """
     if len(question.answer_texts) < 2:
         return False
-    given = zip(question.answer_starts, map(str.casefold, question.answer_texts), strict=True)
+    given = zip(question.answer_starts, question.answer_texts, strict=True)
     known = sorted((start, text) for start, text in given if start is not None)
-    return any(
-        start + len(text) <= later and text not in other and other not in text
-        for (start, text), (later, other) in pairwise(known)
-    )
+    if any(start + len(text) > later for (start, text), (later, _) in pairwise(known)):
+        return False
+    texts = [text.casefold() for _, text in known]
+    return any(one not in other and other not in one for one, other in pairwise(texts))
 
 
 def question_keys(questions: Sequence[Question]) -> Keys:
