@@ -22,7 +22,7 @@ from transformers import AutoModelForTokenClassification
 
 from hvd_bert.config.data import DataArguments
 from hvd_bert.config.settings import Config
-from hvd_bert.data.sources.squad import Question, open_file
+from hvd_bert.data.sources.squad import Question, Reading, open_file
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import IGNORED, EncoderTask, Labelled
@@ -45,20 +45,20 @@ class SeveralAnswers(EncoderTask):
     unit = "windows"
     metrics: Mapping[str, Literal["max", "min"]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
     overlap = 64  # of neighboring windows of a long context, in tokens; at most a sixth of a window
+    reading = Reading()  # names of columns, and --bad_examples, which a subclass may set
     dev: Any = None  # Windows, or None
 
     def load(self, config: Config) -> None:
-        data, args = config.data, config.train
         self.load_model(AutoModelForTokenClassification, TAGS)
-        self.train = self.windows(self.questions("train")) if args.do_train else None
-        if args.do_eval and (data.dataset_name or data.validation_file):
-            self.dev = self.windows(self.questions("validation")[: data.max_eval_samples])
+        self.train = self.windows(self.questions("train")) if config.train.do_train else None
+        if config.train.do_eval and (config.data.dataset_name or config.data.validation_file):
+            self.dev = self.windows(self.questions("validation")[: config.data.max_eval_samples])
 
     def questions(self, split: str) -> list[Question]:
         files = self.config.data.files(f"{split}_file")
         if not files or any(file.weight != 1 for file in files):
             raise UserError(f"--{split}_file: give one or more files of questions, without weights.")
-        questions = [question for file in files for question in open_file(file.path, True).questions()]
+        questions = [question for file in files for question in open_file(file.path, True, self.reading).questions()]
         for question in questions if split == "train" else ():
             if None in question.answer_starts:
                 raise UserError(f"--{split}_file: question {question.id!r} lacks an answer_start. Add one per answer.")
@@ -68,8 +68,8 @@ class SeveralAnswers(EncoderTask):
         super().limit(replace(data, max_eval_samples=None))  # `load` has limited the number of questions
 
     def inputs(self, rows: datasets.Dataset) -> Examples:
-        pairs = zip(text_column(rows, "question"), text_column(rows, "context"), strict=True)
-        return self.windows([Question("", "", context, question, (), ()) for question, context in pairs])
+        texts = (text_column(rows, name) for name in (self.reading.question_column, self.reading.context_column))
+        return self.windows([Question("", "", context, asked, (), ()) for asked, context in zip(*texts, strict=True)])
 
     def windows(self, questions: Sequence[Question]) -> Windows:
         """Cut questions into overlapping windows, and tag the tokens of their contexts."""

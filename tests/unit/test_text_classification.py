@@ -260,6 +260,14 @@ def test_several_answers_are_tagged_in_overlapping_windows(workdir, tokenizer):
     write("train.jsonl", LISTS[0] | {"context": "red green red", "answers": {"text": ["green", "red"]}})
     with refused("--train_file", "answer_start"):
         made(task=SEVERAL)
+    Path("own.py").write_text(
+        "from several_answers import Reading, SeveralAnswers\n\n\n"
+        "class Own(SeveralAnswers):\n    reading = Reading('ask', 'text', 'gold', 'repair')\n"
+    )
+    write("train.jsonl", {"ask": "what ?", "text": "red box", "gold": {"text": ["box"], "answer_start": [1]}})
+    task = made(task="own:Own")
+    assert [question.answer_starts for question in task.dev.questions] == [(4,)]
+    assert predicted(saved(task), "train.jsonl", "own:Own")[0].keys() > {"prediction", "prediction_start"}
 
 
 @pytest.mark.parametrize("kind", [EsmConfig, LayoutLMConfig])
