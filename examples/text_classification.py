@@ -111,7 +111,7 @@ class TextClassification(EncoderTask):
             if not isinstance(label, str | int | float) or not name.strip() or (value and not value.is_integer()):
                 raise UserError(
                     f"Row {row} of the {rows.split} data: the label {label!r} is neither a text nor a whole number. Fix"
-                    " it, or see docs/guides/tasks.md for learning numbers."
+                    " it, or see examples/similarity.py for learning numbers."
                 )
             names.append(name)
         return names

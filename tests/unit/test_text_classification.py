@@ -1,4 +1,4 @@
-"""The examples of custom tasks for texts and tokens, and the guide's variations of them."""
+"""The examples of custom tasks for texts and tokens, and their variations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
-import documented
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -53,15 +52,9 @@ FILES = ("--train_file=train.jsonl", "--validation_file=train.jsonl")
 
 @pytest.fixture
 def workdir(tmp_path, tokenizer, monkeypatch):
-    """Enter a new folder with a tiny model's configuration, pairs of texts, and the guide's variations of the task.
-
-    The tasks can be imported.
-    """
+    """Enter a new folder, whose modules can be imported, with a tiny model's configuration and pairs of texts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(documented.REPOSITORY / "examples")
-    for name in ("Tagger", "Similarity"):
-        (tmp_path / f"{name.lower()}.py").write_text(documented.custom_task(name))
     tokenizer.save_pretrained("model")
     BertConfig(vocab_size=len(tokenizer), **SHAPE).save_pretrained("model")
     write("train.jsonl", *ROWS)
@@ -112,10 +105,10 @@ def test_losses_and_predictions_equal_transformers(workdir, tokenizer):
     ("row", "flags", "named"),
     [
         ({"text": "a"}, "", ["are x"]),
-        ({"label": 0.5}, "", ["Row 1", "0.5", "tasks.md"]),
+        ({"label": 0.5}, "", ["Row 1", "0.5", "similarity.py"]),
         ({}, "--train_file train.jsonl --validation_file t.jsonl", ["Row 1 of the valid", "maybe, no, yes"]),
         ({"label": " "}, "", ["Row 1", "' '"]),
-        ({"label": "0.5"}, "", ["Row 1", "0.5", "tasks.md"]),
+        ({"label": "0.5"}, "", ["Row 1", "0.5", "similarity.py"]),
         ({"label": 1}, "--train_file train.jsonl --max_seq_length 2", ["--max_seq_length 2"]),
     ],
 )
@@ -226,7 +219,7 @@ def test_labels_and_columns_of_csv(workdir):
         (SEVERAL, LISTS),
     ],
 )
-def test_variations_of_the_guide(workdir, task, rows):
+def test_variations_of_the_examples(workdir, task, rows):
     write("train.jsonl", *rows)
     packed, padded = made(task=task), made("--padding=longest", task=task)
     found, other = packed.evaluate(packed.model), padded.evaluate(padded.model)
