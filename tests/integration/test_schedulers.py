@@ -1,4 +1,4 @@
-"""Run the job scripts of docs/guides/other-schedulers.md with the schedulers' variables and signals."""
+"""Run the job scripts of PBS, LSF and Grid Engine with the schedulers' variables and signals."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from documented import text_of
-from launch import built, environment, programs
+from launch import REPOSITORY, built, environment, programs
 from processes import started
 
 pytestmark = pytest.mark.integration
 
-PAGE = text_of("docs/guides/other-schedulers.md")
-SCRIPTS = dict(re.findall(r'^```bash title="(hvd\.\w+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+SCRIPTS = ("hvd.pbs", "hvd.lsf", "hvd.sge")
 FLAGS = "--config sample --max_train_samples 64 --logging_steps 1 --max_steps 1000000 --save_steps 0"
 OUT = "runs/hvd_bert-7"
 PROGRAMS = {
@@ -28,12 +26,12 @@ PROGRAMS = {
 
 
 def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str) -> dict[str, str]:
-    """Make a folder like a clone, with the job script and an environment. Returns the job's variables.
+    """Make a folder like a clone, with the job scripts and an environment. Returns the job's variables.
 
     `slots`: host -> number of ranks. `horovodrun`: content of a stub.
     """
     (clone / ".venv" / "bin").mkdir(parents=True)
-    (clone / script).write_text(SCRIPTS[script])
+    (clone / "scripts").symlink_to(REPOSITORY / "scripts")
     for name, text in (PROGRAMS | horovodrun).items():
         (clone / ".venv" / "bin" / name).write_text(text)
         (clone / ".venv" / "bin" / name).chmod(0o755)
@@ -58,7 +56,7 @@ def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = 
     logged; "": none does.
     """
     sge = script == "hvd.sge"  # SGE starts the script in the submission folder, with arguments
-    words = ["bash", str(clone / script), *(FLAGS.split() if sge else [])]
+    words = ["bash", str(clone / "scripts" / script), *(FLAGS.split() if sge else [])]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     output = ""
     with started(
@@ -102,7 +100,7 @@ def test_a_signalled_job_is_requeued_and_resumes(
         assert f"saved in {OUT}/{(tmp_path / OUT / 'latest').read_text().strip()}" in output, output
         if script == "hvd.pbs":
             resubmitted = (tmp_path / "resubmitted").read_text().splitlines()
-            assert resubmitted == ["-v", "OUT,FLAGS", script, OUT, FLAGS]
+            assert resubmitted == ["-v", "OUT,FLAGS", f"scripts/{script}", OUT, FLAGS]
             (tmp_path / "resubmitted").unlink()
             environ |= {"OUT": OUT, "PBS_JOBID": "8.server"}
 
