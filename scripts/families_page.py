@@ -38,7 +38,7 @@ Windows equal run_qa's. Special tokens and token types follow the model's own to
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter), and a model with one
 type gets type 0. `--torch_compile` needs layers that are built as BERT's.
 
-Tests compare each family below with transformers: logits to 1e-5, gradients to 1e-4 of their size.
+Tests compare each of these families with transformers: logits to 1e-5, gradients to 1e-4 of their size.
 """
 
 
@@ -54,10 +54,11 @@ def page() -> str:
         notes += [f"transformers {family.since} or later"] if family.since else []
         note = f" ({', '.join(notes)})" if notes else ""
         names["Packed" if family.packed else "Padded"].append(f"`{name}`{note}")
-    blocks = [INTRODUCTION.rstrip()]
-    for kind, listed in names.items():
-        blocks += [f"## {kind} families", textwrap.fill(", ".join(listed), 120, break_on_hyphens=False)]
-    return "\n\n".join(blocks) + "\n"
+    lists = [
+        textwrap.fill(f"- **{kind}**: {', '.join(listed)}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        for kind, listed in names.items()
+    ]
+    return "\n".join([INTRODUCTION, *lists]) + "\n"
 
 
 if __name__ == "__main__":
