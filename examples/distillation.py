@@ -20,6 +20,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 from hvd_bert import train
 from hvd_bert.config.data import QUESTION_ANSWERING, ModelArguments
+from hvd_bert.config.parser import checked_path
 from hvd_bert.config.settings import Config
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
@@ -45,7 +46,7 @@ class Distillation(QuestionAnswering):
         if not self.teacher_name:
             raise UserError("No teacher is given. Start `python examples/distillation.py TEACHER [NAME=VALUE ...]`.")
         super().load(config)
-        data, args = self.config.data, ModelArguments(model_name_or_path=self.teacher_name)
+        data, args = self.config.data, ModelArguments(model_name_or_path=checked_path("teacher", self.teacher_name))
         tokenizer = load_tokenizer(args)
         one, other = (WindowTokenizer(each, WindowOptions()).backend.to_str() for each in (tokenizer, self.tokenizer))
         if one != other:
@@ -91,4 +92,8 @@ def main(teacher: str = "", *words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.status)

@@ -230,6 +230,8 @@ def test_student_of_a_teacher_is_an_ordinary_model(
         main(name, *words, f"tokenizer_name={tmp_path / 'other'}", f"output_dir={tmp_path / 'refused'}")
     with refused("TEACHER"):
         main()
+    with refused("teacher 's3://b/teacher'"):
+        main("s3://b/teacher", *words)
     with refused("bf16", "NAME=VALUE"):
         main(name, "seed=1", "bf16")
 
