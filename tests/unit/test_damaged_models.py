@@ -316,7 +316,7 @@ def test_missing_model(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [("data.jsonl", ["is a file", "--train_file"]), ("runs", ["runs/a"]), ("runs/b", ["config"])],
+    [("data.jsonl", ["is a file", "--train_file", "save_pretrained"]), ("runs", ["runs/a"]), ("runs/b", ["config"])],
 )
 @pytest.mark.parametrize("load", [load_tokenizer, lambda args: load_config(args.model_name_or_path, args)])
 def test_paths_that_are_no_model(tmp_path, monkeypatch, load, name, named):
