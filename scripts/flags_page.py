@@ -39,10 +39,12 @@ flags, `train --help all` all, `train --help data` a group, `train --help seed` 
 
 ## Training
 
-`python -m hvd_bert.train`, or `hvd-bert train`: flags of Hugging Face's run_qa keep their names
-([differences](../guides/migrating.md#from-run_qa)). `--config` takes a preset or a YAML file of flags; flags on the
-command line override it. Values in the file mean the same: YAML does not convert `1:30`, `010` and `no`. A switch also
-takes a value: `--bf16 False`. If a flag is given twice, the last value counts.
+`python -m hvd_bert.train`, or `hvd-bert train`
+
+Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
+preset or a YAML file of flags; flags on the command line override it. Values in the file mean the same: YAML does not
+convert `1:30`, `010` and `no`. A switch also takes a value: `--bf16 False`. If a flag is given twice, the last value
+counts.
 
 In paths, also in Python and in `HVD_BERT_CACHE`, `~` and variables such as `$HOME` are expanded. Addresses such as
 `s3://` are refused.
@@ -68,7 +70,7 @@ def page() -> str:
     blocks = [INTRODUCTION.rstrip(), *_tables(command_line.make_parser(), resume=True)]
     for title, command in OTHERS.items():
         parser = command.make_parser()
-        blocks += [f"## {title}", _prose(f"`{parser.prog}`: {parser.description}"), *_tables(parser)]
+        blocks += [f"## {title}", f"`{parser.prog}`", _prose(str(parser.description)), *_tables(parser)]
     return "\n\n".join(blocks) + "\n"
 
 
