@@ -25,7 +25,7 @@ from tqdm import tqdm
 from hvd_bert.config.data import ANSWERING
 from hvd_bert.data.counts import FileCounts, WindowCounts
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, log, visible
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, UserError, log, visible
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import QuestionAnswerer, blocks, describe_threshold
@@ -44,15 +44,19 @@ CANDIDATES = pa.list_(pa.struct({"text": pa.string(), "start": pa.int64(), "end"
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Print the answer to --question, or a few answers for --input. Raises UserError."""
+    """Print the answer to --question, or a few answers for --input.
+
+    Raises UserError also if rows of --input cannot be answered, after the printing.
+    """
     qa = load_model(flags, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if flags.input:
-        _print_some(flags, qa)
-    else:
+    problem = _print_some(flags, qa) if flags.input else ""
+    if not flags.input:
         answer = qa(question=flags.question, context=flags.context)
         _show(flags.context, flags.question, answer)
     if threshold := describe_threshold(flags.model, qa.span_options):
         print(visible(threshold))
+    if problem:
+        raise UserError(f"{flags.input}: {problem}. Fix these rows, or leave them out.")
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
@@ -65,7 +69,8 @@ def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswe
     return qa
 
 
-def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
+def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> str:
+    """Print a few answers. Returns `Input.problem`."""
     given = read_input(flags, ())
     questions = [given.questions[number] for number in given.answerable]
     picked = np.linspace(0, len(questions), min(PRINTED, len(questions)), endpoint=False)
@@ -77,8 +82,7 @@ def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
             print(visible(f"  expected: {question.answer_texts[0]}"))
         print()
     print(f"{len(picked)} of {len(questions)} questions. To answer all of them, name a file with --output.")
-    if given.mistakes:
-        print(visible(f"{given.problem}."))
+    return given.problem
 
 
 def _show(context: str, question: str, answer: Answer) -> None:

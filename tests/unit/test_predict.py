@@ -233,8 +233,9 @@ def test_rows_that_cannot_be_answered_do_not_stop_the_others(model, tmp_path, na
     wrong = [(row["answer"], row["start"], bool(row["error"])) for row in rows if row["error"] is not None]
     assert wrong == [("", None, True)] * len(bad)
     assert sum(row["id"] == "q1" for row in rows) == 2 + sum(row.get("id") == "q1" for row in bad)
-    assert main([str(word) for word in words[:3]]) == EXIT_OK
-    assert f"{len(bad)} row(s) cannot be answered" in capsys.readouterr().out
+    assert main([str(word) for word in words[:3]]) == EXIT_BAD_INPUT
+    printed = capsys.readouterr()
+    assert "2 of 2 questions" in printed.out and f"{len(bad)} row(s) cannot be answered" in printed.err
     write_rows(file, bad[:2])
     output.unlink()
     with refused(file, "mistakes in", error=CollectiveError):
