@@ -27,7 +27,9 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 
 def setting(text: str) -> tuple[str, str]:
-    name, value = text.split("=", 1)
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r}: write each setting as NAME=VALUE")
     return name, os.path.abspath(name_or_path(value)) if name == "output_dir" else value
 
 

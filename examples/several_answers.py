@@ -45,7 +45,7 @@ class SeveralAnswers(EncoderTask):
     unit = "windows"
     metrics: Mapping[str, Literal["max", "min"]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
     overlap = 64  # of neighboring windows of a long context, in tokens; at most a sixth of a window
-    reading = Reading()  # names of columns, and --bad_examples, which a subclass may set
+    reading = Reading()  # names of columns, which a subclass may set
     dev: Any = None  # Windows, or None
 
     def load(self, config: Config) -> None:

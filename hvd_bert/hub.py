@@ -164,9 +164,9 @@ def _check_folder(kind: Any, path: Path) -> None:
     """Raise UserError if a path holds nothing that the class `kind` could load. A configuration may be a JSON file."""
     if path.is_file() and not (kind.__name__ == "AutoConfig" and path.suffix == ".json"):
         raise UserError(
-            f"{path} is a file, but a model is a folder or a name on the hub. Name the model. Load other"
-            " programs' weights and save a folder with transformers' `save_pretrained`. Data files have flags of their"
-            " own: --train_file, --validation_file, --input."
+            f"{path} is a file, but a model is a folder or a name on the hub. If it has weights of another program,"
+            " load them, and name the folder that transformers' `save_pretrained` writes. Data files have flags of"
+            " their own: --train_file, --validation_file, --input."
         )
     needed = ["config.json"] if kind.__name__ != "AutoTokenizer" else ["config.json", "*token*", "vocab*", "*.model"]
     if path.is_dir() and not any(file for pattern in needed for file in path.glob(pattern)):

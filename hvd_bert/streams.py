@@ -25,8 +25,8 @@ from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED
 
 # Limit for a write. If horovodrun --gloo loses its own output, it stops reading the pipe without closing it.
 PATIENCE_S = 60.0
-# Signals that end a process without cleaning up; SIGINT raises KeyboardInterrupt.
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Signals that end a process without cleaning up, unlike SIGINT.
+UNCLEAN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = "hvd_bert: interrupted"
 
 
@@ -145,7 +145,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_ending(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Context manager: call `clean_up` if a signal of ENDING ends this process in the block."""
+    """Context manager: call `clean_up` if a signal of UNCLEAN ends this process in the block."""
     process = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -156,7 +156,7 @@ def before_ending(clean_up: Callable[[], object]) -> Iterator[None]:
         os.kill(os.getpid(), number)
 
     # A program's own handlers stay.
-    handled = [number for number in ENDING if in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
+    handled = [number for number in UNCLEAN if in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     for number in handled:
         signal.signal(number, end)
     try:

@@ -31,7 +31,8 @@ _FOREIGN = {
     "trainer_state.json": "a checkpoint of Hugging Face's Trainer",
     "*.ckpt": "a checkpoint of Lightning",
     "random_states_*.pkl": "a checkpoint of Accelerate",
-    "*.pt*": "a checkpoint of another program",
+    "*.pt": "a checkpoint of another program",
+    "*.pth": "a checkpoint of another program",
     "config.json": "a model without the state of its training",
     "adapter_config.json": "an adapter of PEFT without its model",
 }

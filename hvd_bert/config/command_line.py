@@ -87,6 +87,7 @@ def help_text(topic: str = "") -> str:
     topics = {"": USED_FIRST.split(), "all": [*FLAGS], **{spelling: [name] for spelling, name in NAMES.items()}}
     for name, flag in FLAGS.items():
         topics.setdefault(flag.group, []).append(name)
+    topic = topic if topic in topics else topic.replace("-", "_")
     if topic not in topics:
         choices = ", ".join(["all", *GROUPS])
         raise UserError(f"--help {shortened(topic)}: no such group or flag{hint(topic)} Choose from {choices}.")

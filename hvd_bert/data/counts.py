@@ -40,7 +40,7 @@ class WindowCounts:
     cut_answers: int = 0  # answers that no window contains completely
     tokenless_answers: int = 0  # answers whose characters the tokenizer drops
     unknown_questions: int = 0  # questions, at least half of whose tokens the vocabulary lacks
-    unknown_answers: int = 0  # answers without a token that the vocabulary has
+    unknown_answers: int = 0  # answers of tokens that the vocabulary lacks
     several_answers: int = 0  # questions with different answers at separate positions
     unspaced_contexts: int = 0  # questions whose context has hardly any spaces
     context_characters: int = 0  # in tokens; questions that share a context count it once
@@ -51,6 +51,11 @@ class WindowCounts:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         both = zip_longest(self.answer_lengths, other.answer_lengths, fillvalue=0)
         return WindowCounts(**sums | {"answer_lengths": tuple(map(sum, both))})
+
+    @property
+    def lost_answers(self) -> int:
+        """Number of answers that are not completely inside any window."""
+        return self.cut_answers + self.tokenless_answers
 
     @property
     def unknown_share(self) -> float:
@@ -89,7 +94,7 @@ class FileCounts:
             "crowded_questions": counts.crowded_questions,
             "crowded_windows": counts.crowded_windows,
             "answers": counts.answerable_questions,
-            "lost_answers": counts.cut_answers + counts.tokenless_answers,
+            "lost_answers": counts.lost_answers,
             "unknown_questions": counts.unknown_questions,
             "unknown_answers": counts.unknown_answers,
             "unknown_share": round(counts.unknown_share, 6),
@@ -146,22 +151,24 @@ class FileCounts:
             remedy = "shorten the questions, lower --doc_stride or raise --max_seq_length"
             yield "long questions", f"{'; '.join(long)} ({remedy})"
         answers = counts.answerable_questions
-        if counts.cut_answers and self.purpose != "prediction":  # which has no loss
+        if counts.lost_answers and self.purpose != "prediction":  # a prediction has no loss
+            remedies = ["raise --doc_stride to keep longer answers whole"] if counts.cut_answers else []
+            if counts.tokenless_answers:
+                remedies.append(f"of {counts.tokenless_answers} the tokenizer drops all characters: use another model")
             yield (
                 "lost answers",
-                f"{counts.cut_answers} of {answers} answers are not completely inside any window, and count as"
-                " missing in the loss (raise --doc_stride to keep longer answers whole)",
+                f"{counts.lost_answers} of {answers} answers are not completely inside any window, and count as"
+                f" missing in the loss ({'; '.join(remedies)})",
             )
         asked = counts.unknown_questions / max(1, counts.questions)
-        share = max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers))
-        if share > UNKNOWN_SHARE or counts.tokenless_answers:
-            of_answers = f" and {counts.unknown_answers} of {answers} answers" if answers else ""
-            texts = f"{counts.unknown_share:.0%} of the contexts' text and {counts.unknown_questions} {questions}"
+        if max(counts.unknown_share, asked, counts.unknown_answers / max(1, answers)) > UNKNOWN_SHARE:
+            texts = [f"{counts.unknown_share:.0%} of the contexts' text", f"{counts.unknown_questions} {questions}"]
+            texts += [f"{counts.unknown_answers} of {answers} answers"] if answers else []
             yield (
                 "unknown tokens",
-                f"{texts}{of_answers} are unknown tokens, which the model cannot tell apart (name a model for this"
-                " language, in training by --model_name_or_path; a word above 100 characters is unknown to BERT's"
-                " tokenizers, too)",
+                f"{', '.join(texts[:-1])} and {texts[-1]} are unknown tokens, which the model cannot tell apart (name a"
+                " model for this language, in training by --model_name_or_path; a word above 100 characters is unknown"
+                " to BERT's tokenizers, too)",
             )
 
     def _of_validation(self) -> Iterator[tuple[str, str]]:
@@ -173,8 +180,8 @@ class FileCounts:
                 f"{longer} of {known} questions ({longer / known:.1%}) have only answers above --max_answer_length"
                 f" {limit}, which no model can give (--max_answer_length {len(counts.answer_lengths) - 1} allows all)",
             )
-        hardly_any = counts.unspaced_contexts > UNSPACED_SHARE * counts.questions
-        if hardly_any and self.answer_language not in ("zh", "ja", "th"):
+        has_no_spaces = counts.unspaced_contexts > UNSPACED_SHARE * counts.questions
+        if has_no_spaces and self.answer_language not in ("zh", "ja", "th"):
             yield (
                 "hardly any spaces",
                 f"{counts.unspaced_contexts} of {counts.questions} questions have contexts without spaces between"

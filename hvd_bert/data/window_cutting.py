@@ -174,7 +174,7 @@ class _Cut:
 
     @property
     def has_unknown_answer(self) -> bool:
-        """Whether the vocabulary lacks all tokens of the first answer, or it has none."""
+        """Whether the vocabulary lacks all tokens of the first answer."""
         first, last = self.span
         return bool(self.context.unknown[first : last + 1].all())
 
@@ -226,7 +226,7 @@ def _counts(cuts: Sequence[_Cut], contexts: Iterable[_Context]) -> WindowCounts:
         cut_answers=len(with_tokens) - found,
         tokenless_answers=len(answered) - len(with_tokens),
         unknown_questions=sum(cut.unknown for cut in cuts),
-        unknown_answers=sum(cut.has_unknown_answer for cut in answered),
+        unknown_answers=sum(cut.has_unknown_answer for cut in with_tokens),
         several_answers=sum(has_several_answers(cut.question) for cut in cuts),
         unspaced_contexts=sum(cut.context.unspaced for cut in cuts),
         context_characters=sum(int(widths.sum()) for widths, _ in sizes),

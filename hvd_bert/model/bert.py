@@ -132,7 +132,7 @@ def check_fit(config: Any, args: ModelArguments, tokenizer: Any, max_seq_length:
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:
         remedy = "Give the model's own tokenizer (--tokenizer_name)."
         if not args.model_name_or_path:
-            remedy = f"Give the configuration's own tokenizer, or set its vocab_size to {len(tokenizer)}."
+            remedy = f"Give the configuration's own tokenizer, or set vocab_size to {len(tokenizer)} in it."
         elif tokenizer.vocab_size <= embeddings < len(tokenizer):
             remedy = "Tokens were added: call `model.resize_token_embeddings(len(tokenizer))`, and save both."
         raise UserError(

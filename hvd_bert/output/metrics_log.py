@@ -130,7 +130,7 @@ class MetricsLogger:
     def _scalar(self, name: str, value: float) -> tuple[str, float]:
         """Return a metric's name as GROUP/NAME, by which reporters group metrics, and its value, with seconds in ms.
 
-        Scores by other rules than SQuAD's have a group of their own.
+        Evaluations with other rules than SQuAD's have a group of their own.
         """
         if name.endswith("_share"):
             return f"share/{name.removesuffix('_share')}", value

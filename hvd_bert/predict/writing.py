@@ -19,7 +19,6 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.output.output_dir import check_apart
 from hvd_bert.storage.writing import check_output, make_folder, replacing
-from hvd_bert.streams import before_ending
 
 Write = Callable[[pa.Table], object]
 
@@ -57,17 +56,18 @@ def check_new(flags: argparse.Namespace, taken: Sequence[str]) -> Sequence[str]:
 
 def _has_bytes(kind: pa.DataType) -> bool:
     of_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
-    return of_bytes or any(_has_bytes(kind.field(number).type) for number in range(kind.num_fields))
+    fields = (kind.field(number) for number in range(kind.num_fields))
+    return of_bytes or pa.types.is_binary_view(kind) or any(_has_bytes(field.type) for field in fields)
 
 
 @contextmanager
 def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` after the block, unless the block raises. Raises OSError.
 
-    A signal that ends the process removes the temporary file. If `path` is a symbolic link, its target is replaced. A
-    file that another process creates at `path` in the meantime is replaced only with `overwrite`.
+    If `path` is a symbolic link, its target is replaced. A file that another process creates at `path` in the
+    meantime is replaced only with `overwrite`.
     """
-    with replacing(path.resolve(), durable=True) as new, before_ending(partial(new.unlink, missing_ok=True)):
+    with replacing(path.resolve(), durable=True) as new:
         check_output(path, overwrite)  # another process may have created it since `check`
         yield new
         check_output(path, overwrite)

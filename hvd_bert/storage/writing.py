@@ -15,6 +15,7 @@ from typing import Any
 
 from hvd_bert.errors import UserError, log
 from hvd_bert.storage.locks import NO_LOCKS
+from hvd_bert.streams import before_ending
 
 OWN_PARTIAL = ".hvd_bert.partial"  # no other program uses this suffix
 
@@ -91,11 +92,11 @@ def partial_path(path: Path) -> Path:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Context manager: yield the path of a temporary file next to `path`. It replaces `path` unless the block raises.
 
-    Raises OSError if another process is writing `path`. `durable`: flush to disk, so that the file survives a power
-    failure.
+    A signal that ends the process removes the temporary file. Raises OSError if another process is writing `path`.
+    `durable`: flush to disk, so that the file survives a power failure.
     """
     partial = partial_path(path)
-    with _locked(partial):
+    with _locked(partial), before_ending(lambda: partial.unlink(missing_ok=True)):
         try:
             yield partial
             if durable:

@@ -88,6 +88,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
         if world.rank == 0:
             output_dir.check(settings, world.process.locks)
             resume_point = in_memory or resume.find(settings)
+    with world.raise_on_all_ranks():  # ranks read the data only after rank 0 has found its folders in order
         task = load_task(config, world, own)
         check_task(config, task)
     compared = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].chooses_start}

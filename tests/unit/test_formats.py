@@ -413,7 +413,7 @@ def test_rows_of_words_are_named(tmp_path, name, answers):
     content = as_csv([{key: str(value) for key, value in row.items()} for row in rows])
     content = content if name in ("CSV", "tab-separated") else FORMATS[name](rows)
     for column in ("answers", *answers):
-        with refused("a list of words", "2 mistakes in 2", "Join", "docs/guides/tasks.md") as raised:
+        with refused("a list of words", "2 mistakes in 2", "Join", "examples/tagger.py") as raised:
             read(tmp_path, content, Reading(answer_column=column))
         assert "columns" not in str(raised.value)
 

@@ -255,9 +255,9 @@ def test_several_answers_are_tagged_in_overlapping_windows(workdir, tokenizer):
         made(task=SEVERAL)
     Path("own.py").write_text(
         "from several_answers import Reading, SeveralAnswers\n\n\n"
-        "class Own(SeveralAnswers):\n    reading = Reading('ask', 'text', 'gold', 'repair')\n"
+        "class Own(SeveralAnswers):\n    reading = Reading('ask', 'text', 'gold')\n"
     )
-    write("train.jsonl", {"ask": "what ?", "text": "red box", "gold": {"text": ["box"], "answer_start": [1]}})
+    write("train.jsonl", {"ask": "what ?", "text": "red box", "gold": {"text": ["box"], "answer_start": [4]}})
     task = made(task="own:Own")
     assert [question.answer_starts for question in task.dev.questions] == [(4,)]
     assert predicted(saved(task), "train.jsonl", "own:Own")[0].keys() > {"prediction", "prediction_start"}

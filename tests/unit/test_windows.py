@@ -165,7 +165,7 @@ WARNED = {
         {"max_answer_length": 39},
         ["1 of 2 answers", "--doc_stride"],
     ),
-    "no token": (EVERY, [ask("the \x07 box", "\x07")], {}, ["1 of 1 answers", "--model_name"]),
+    "no token": (EVERY[:2], [ask("the \x07 box", "\x07")], {}, ["1 of 1 answers", "of 1 the tokenizer drops"]),
     "unknown": (EVERY, [ask(THAI, THAI[:3])], LANGUAGE, ["100%", "1 of 1 answers", "--model_name"]),
     "unknown question": (EVERY, [ask("the red", "red", question=THAI[:9] + "?")], {}, ["1 of 1 questions", "0 of 1 a"]),
     "long word": (EVERY, [ask("the red " + "x" * 101, "red")], LANGUAGE, ["94%", "0 of 1 answers", "100 characters"]),

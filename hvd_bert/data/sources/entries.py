@@ -85,7 +85,7 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
 
 
 def _given(row: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Any, Any, Any]:
-    return row.get(names["id"]), row.get(names["context"]), row.get(names["question"])
+    return row.get(names["id"], row.get("qid")), row.get(names["context"]), row.get(names["question"])
 
 
 def _holds_columns(where: str, question: Any, context: Any) -> bool:
@@ -151,7 +151,7 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
 
 
 def _is_words(field: str, value: Any) -> bool:
-    """Return whether a text is given as a list of words, or as such a list in a cell of CSV."""
+    """Return whether a text is given as a list of words, or as such a list, each word in quotes, in a cell of CSV."""
     if isinstance(value, list):
         kinds = set(map(type, value))
         return str in kinds and kinds <= {str, int, float}

@@ -24,7 +24,7 @@ _SHOWN = 5  # maximum number of mistakes in a message
 UNANSWERED, WORDS = "unanswered question", "list of words"
 _WAYS_OUT = {
     UNANSWERED: "For questions without an answer, as in SQuAD v2.0, add --version_2_with_negative.",
-    WORDS: "Join the words with spaces and give answers as texts, or train a tagger: docs/guides/tasks.md.",
+    WORDS: "Join the words with spaces and give answers as texts, or train a tagger: examples/tagger.py.",
 }
 
 

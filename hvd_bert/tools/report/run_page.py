@@ -209,8 +209,9 @@ def _ranks(record: Record) -> list[Block]:
 def _checkpoints(record: Record) -> list[Block]:
     rows = [[f"checkpoint-{step}", str(step)] for step in record.checkpoints]
     best, value = record.best, finite_number(record.best.get("value"))
-    name = f"{best.get('metric')}{record.curve_rules}"
-    text = "" if value is None else f"Best {name}: {value:.4g}, at step {best.get('step')}."
+    name = best.get("metric")
+    rules = record.curve_rules if name in record.score_names else ""
+    text = "" if value is None else f"Best {name}{rules}: {value:.4g}, at step {best.get('step')}."
     return [*([Grid(["checkpoint", "step"], rows)] if rows else []), Text(text)]
 
 

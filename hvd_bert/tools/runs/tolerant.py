@@ -118,8 +118,8 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
 def read_metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
     """Read metrics.jsonl. Returns the lines of steps and the lines of evaluations.
 
-    Lines of steps whose numbers do not increase are left out, and counted in `problems`. Evaluations of step 0 after
-    other lines are left out, too: a later command adds them, perhaps with other data or rules.
+    Lines of steps whose numbers do not increase are left out, and counted in `problems`. Evaluations of step 0 are of
+    commands that do not train: the last one counts, and none after steps, since its data or rules may differ.
     """
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
@@ -128,8 +128,10 @@ def read_metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArray
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             continue
         evaluated = any(key.startswith("eval_") for key in line)
-        if evaluated and not line["step"] and (steps or evaluations):
-            continue
+        if evaluated and not line["step"]:
+            if steps:
+                continue
+            evaluations.clear()
         first = steps[-1]["step"] + 1 if steps and not evaluated else 0
         if first <= line["step"] < MAX_STEP:
             (evaluations if evaluated else steps).append(line)
