@@ -9,6 +9,7 @@ A row has a list of words in "words", and a tag per word in "tags".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import datasets
@@ -40,7 +41,7 @@ class Tagger(SeveralAnswers):
         labels = []
         for number, of_words in enumerate(tags):
             words = texts.word_ids(number)  # None for special tokens
-            starts = [word is not None and word != before for word, before in zip(words, [None, *words], strict=False)]
+            starts = [word is not None and word != before for before, word in pairwise([None, *words])]
             first = zip(words, starts, strict=True)
             labels.append([self.classes.index(of_words[word]) if start else IGNORED for word, start in first])
         return self.examples(texts, labels)

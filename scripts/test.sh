@@ -70,8 +70,8 @@ check ruff check .
 check ruff format --check .
 static_checks() {
   local shell_scripts
-  mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' 'scripts/hvd.*' scripts/scaling.slurm .ci/run |
-    grep . || find env scripts .ci -type f \( -name '*.sh' -o -name 'hvd.*' -o -name '*.slurm' -o -name run \))
+  mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' 'scripts/hvd.*' .ci/run |
+    grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name 'hvd.*' -o -name run \))
   check lint-imports && check shellcheck "${shell_scripts[@]}" && check mypy && check mkdocs build --strict --quiet
 }
 static_checks >"$reports/checks" 2>&1 & # takes half a minute, while the tests run

@@ -16,6 +16,7 @@ from hvd_bert.hub import DEFAULT_MODEL
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
 SQUAD_RULES = "squad"  # default of --answer_language
+BY_CHARACTER = ("zh", "ja", "th")  # values of it whose words are characters, not split at spaces
 # Flags that also apply when a trained model answers questions. Their defaults are then the values of its training.
 ANSWERING = (
     "version_2_with_negative",
@@ -187,7 +188,7 @@ class DataArguments:
     answer_language: str = _answering(
         SQUAD_RULES,
         "Rules of EM and F1: SQuAD's, MLQA's for a language, by character (ja, th), or for any other with spaces.",
-        choices=(SQUAD_RULES, "en", "ar", "de", "es", "hi", "vi", "zh", "ja", "th", "other"),
+        choices=(SQUAD_RULES, "en", "ar", "de", "es", "hi", "vi", *BY_CHARACTER, "other"),
     )
     max_train_samples: int | None = _data(
         None, "Train on the first N questions or examples only.", default_text="all", minimum=1

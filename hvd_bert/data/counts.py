@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from hvd_bert.config.data import SQUAD_RULES
+from hvd_bert.config.data import BY_CHARACTER, SQUAD_RULES
 from hvd_bert.data.sources.squad import Findings, Question
 from hvd_bert.errors import log
 
@@ -181,7 +181,7 @@ class FileCounts:
                 f" {limit}, which no model can give (--max_answer_length {len(counts.answer_lengths) - 1} allows all)",
             )
         has_no_spaces = counts.unspaced_contexts > UNSPACED_SHARE * counts.questions
-        if has_no_spaces and self.answer_language not in ("zh", "ja", "th"):
+        if has_no_spaces and self.answer_language not in BY_CHARACTER:
             yield (
                 "hardly any spaces",
                 f"{counts.unspaced_contexts} of {counts.questions} questions have contexts without spaces between"

@@ -49,8 +49,10 @@ def run(flags: argparse.Namespace) -> None:
     Raises UserError also if rows of --input cannot be answered, after the printing.
     """
     qa = load_model(flags, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    problem = _print_some(flags, qa) if flags.input else ""
-    if not flags.input:
+    problem = ""
+    if flags.input:
+        problem = _print_some(flags, qa)
+    else:
         answer = qa(question=flags.question, context=flags.context)
         _show(flags.context, flags.question, answer)
     if threshold := describe_threshold(flags.model, qa.span_options):

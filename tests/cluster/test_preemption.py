@@ -24,10 +24,8 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     """Wait until the job has requeued itself and its first attempt has ended, and let Slurm start it after 3 s."""
     own_id = cluster.wait(job, "PENDING", restarts=1)["JobId"]  # without the array's task number
     # A node that was down may still run the first attempt. Slurm would take its end for that of the second attempt.
-    old, deadline = rf"slurmstepd: \[{own_id}\.", time.monotonic() + TIMEOUT_S
-    while cluster.on("login", ["pgrep", "--full", old], folder, timeout=60).status == 0:
-        assert time.monotonic() < deadline, f"job {job} does not end"
-        time.sleep(0.2)  # polls until the deadline
+    ended = cluster.on("login", ["pidwait", "--full", rf"slurmstepd: \[{own_id}\."], folder)
+    assert ended.status in (0, 1), ended  # 1: it had ended before
     # By default, Slurm waits for two minutes: nodes refuse a credential that is not newer, in whole seconds, than the
     # end of the first attempt ("Job credential revoked"). Three seconds are enough.
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)

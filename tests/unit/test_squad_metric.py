@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from hvd_bert.config.data import BY_CHARACTER
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.evaluation.squad_metric import LANGUAGES, score
@@ -102,6 +103,7 @@ def test_answers_in_other_languages(language: str) -> None:
         scores = score([question("q", [gold])], {"q": prediction}, answer_language=language)
         assert [scores["exact_match"], scores["f1"]] == pytest.approx([100 * value for value in expected]), gold
     assert set(LANGUAGES) == {*FLAGS["answer_language"].choices}
+    assert tuple(name for name, rules in LANGUAGES.items() if rules.characters) == BY_CHARACTER
     punctuation = score([question("q", ["¿"])], {"q": ""}, {"q": -1.0}, True, answer_language=language)
     assert punctuation["best_f1"] == punctuation["f1"] == 100.0, "v2.0: no words are no answer"
 
