@@ -39,7 +39,7 @@ from horovod_source import (
 )
 from horovod_toolchain import Compiler, Nccl, Torch, choose_compiler, find_mpi, find_nccl, inspect_torch, link_nccl
 
-RECIPE = 4  # raise it with a change of the build, so that older wheels in the cache are not used
+RECIPE = 5  # raise it with a change of the build, so that older wheels in the cache are not used
 # They stay installed, because Horovod needs them too: setuptools for the distutils that Python 3.12 lacks.
 TOOLS = ("setuptools>=77", "packaging", "cloudpickle", "psutil", "pyyaml")
 CMAKE = "cmake>=3.18"

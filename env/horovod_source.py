@@ -74,7 +74,7 @@ def hash_tree(folder: Path) -> str:
     return total.hexdigest()
 
 
-# Purpose, file, its line, the new line. Without NCCL, a CUDA torch, or just an nvcc on PATH, would pull CUDA in.
+# Purpose, file, its line, the new text. Without NCCL, a CUDA torch, or just an nvcc on PATH, would pull CUDA in.
 WITHOUT_NCCL = (
     (
         "torch without CUDA",
@@ -99,6 +99,24 @@ PASSES_SIGNALS = (
     "        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))",
 )
 
+# When a rank is lost, Horovod's thread ends all operations. It then releases their tensors, with its locks held, and
+# torch 2.13 takes Python's lock for each. The main thread may hold that lock and wait for one of Horovod's: neither
+# continues, and Python cannot act on signals. In the patched Horovod, another thread releases the tensors.
+WITHOUT_DEADLOCK = (
+    (
+        "threads for the next patch",
+        "horovod/common/tensor_queue.h",
+        "#include <queue>",
+        "#include <queue>\n#include <thread>",
+    ),
+    (
+        "no deadlock after the loss of a rank",
+        "horovod/common/tensor_queue.cc",
+        "  tensor_table_.clear();",
+        "  std::thread([tensors = std::move(tensor_table_)] {}).detach(), tensor_table_.clear();",
+    ),
+)
+
 
 def own_standard(folder: Path) -> int:
     """Gloo has the standard of the first file. With another one than the rest, it does not link."""
@@ -120,7 +138,7 @@ def patch_source(folder: Path, standard: int, nccl: bool, change: bool) -> list[
     notes = [
         f"no patch: C++{standard}: already there" if own >= standard else f"patch: C++{standard} instead of C++{own}"
     ]
-    replacements = [*(() if nccl else WITHOUT_NCCL), WITHOUT_CFFI]
+    replacements = [*(() if nccl else WITHOUT_NCCL), WITHOUT_CFFI, *WITHOUT_DEADLOCK]
     if MPIRUN_PROCESS.is_file():
         replacements.append(PASSES_SIGNALS)
     else:
@@ -128,7 +146,7 @@ def patch_source(folder: Path, standard: int, nccl: bool, change: bool) -> list[
     for purpose, name, old, new in replacements:
         file = folder / name
         lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
-        if new in lines:
+        if f"\n{new}\n" in "\n".join(lines):
             notes.append(f"no patch: {purpose}: already there")
         elif old not in lines:
             notes.append(f"no patch: {purpose}: {file.name} of this source has no line '{old.strip()}'")

@@ -17,7 +17,7 @@ import safetensors.torch
 import stopping_at
 import torch
 from commands import printed, small_run
-from launch import Outcome, built, run
+from launch import Outcome, built, launcher, run
 from stopping_at import PHASES, notes, taken
 
 from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE
@@ -69,6 +69,33 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
 def test_operation_queued_too_late_ends_the_rank(tmp_path: Path) -> None:
     outcome = elastic(tmp_path, "5 0 SIGKILL queued").expect(1)
     assert f"lost another rank: {QUEUED_TOO_LATE}" in printed(outcome), outcome
+
+
+# Rank 1 exits while rank 0 queues operations whose tensors only Python owns.
+LOSES_RANK_1 = """
+import faulthandler, os, time
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+while hvd.rank() == 1:
+    os._exit(0) if Path("queued").exists() else time.sleep(0.01)
+faulthandler.dump_traceback_later(60, exit=True)  # runs without Python's lock
+try:
+    for number in range(10**8):
+        hvd.allreduce_async_(torch.zeros(1), name=str(number))
+        number != 100 or Path("queued").touch()
+except RuntimeError as error:
+    print("raised", type(error).__name__, flush=True)
+os._exit(0)
+"""
+
+
+def test_horovod_reports_a_lost_rank_while_operations_are_queued(tmp_path: Path) -> None:
+    outcome = run([*launcher(2, "gloo"), sys.executable, "-c", LOSES_RANK_1], tmp_path).expect(0)
+    assert "raised HorovodInternalError" in printed(outcome), outcome
 
 
 # Rank 0's host leaves in step 3. A third host joins after six polls, one per second. Until then, the remaining host
