@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 
+import psutil
+
 CTRL_C = "OMPI_MCA_horovodrun_ctrl_c"  # Open MPI passes variables of this prefix on to all ranks
 OPEN_MPI = "--tag-output"  # horovodrun gives it to no other mpirun
 SAVED = 75  # the status of a rank that has saved, as in sysexits.h: try again
@@ -148,10 +150,12 @@ def _stop_when_lost(mpirun, lifeline, asked):
     number = signal.SIGUSR2 if os.read(lifeline, 1) else signal.SIGUSR1
     asked.set()
     pause = 2
-    while True:  # again, because mpirun forwards nothing before it has started the ranks
-        mpirun.send_signal(number)
-        time.sleep(pause)
-        pause *= 2  # a signal may interrupt the saving
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while True:  # again, because mpirun forwards nothing before it has started the ranks
+            if psutil.Process(mpirun.pid).children():  # once the ranks have ended, a signal could kill mpirun
+                mpirun.send_signal(number)
+            time.sleep(pause)
+            pause *= 2  # a signal may interrupt the saving
 
 
 if __name__ == "__main__":

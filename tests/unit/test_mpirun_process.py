@@ -37,6 +37,19 @@ for _ in range(int(sys.argv[1])):
 sys.exit(int(sys.argv[2]))
 """
 
+# An mpirun whose rank saves after a signal, and which then takes longer to end than the signal's first repetition.
+SLOW_MPIRUN = f"""#!{sys.executable}
+import signal, subprocess, sys, time
+rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+print("ready", flush=True)
+signal.sigwait([signal.SIGUSR2])
+rank.communicate()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+time.sleep(3)
+sys.exit({EXIT_STOPPED})
+"""
+
 
 class Started(subprocess.Popen[str]):
     between: int  # ID of the process between horovodrun and mpirun
@@ -97,6 +110,17 @@ def test_signal_is_repeated_after_a_kill() -> None:
     with started(2) as process:
         process.kill()
         assert process.lines() == ["SIGUSR1", "SIGUSR1"]
+
+
+def test_signal_is_not_repeated_after_the_ranks(tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(SLOW_MPIRUN)
+    mpirun.chmod(0o755)
+    command = [sys.executable, "-c", HOROVODRUN, mpirun, "--tag-output"]
+    with processes.started(command, Started, stdout=subprocess.PIPE, text=True) as process:
+        assert process.line() == "ready"
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == EXIT_STOPPED
 
 
 def test_second_request_ends_the_ranks() -> None:
