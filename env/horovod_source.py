@@ -113,7 +113,8 @@ WITHOUT_DEADLOCK = (
         "no deadlock after the loss of a rank",
         "horovod/common/tensor_queue.cc",
         "  tensor_table_.clear();",
-        "  std::thread([tensors = std::move(tensor_table_)] {}).detach(), tensor_table_.clear();",
+        "  if (!tensor_table_.empty())"
+        " std::thread([tensors = std::move(tensor_table_)] {}).detach(), tensor_table_.clear();",
     ),
 )
 
