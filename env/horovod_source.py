@@ -99,9 +99,9 @@ PASSES_SIGNALS = (
     "        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))",
 )
 
-# When a rank is lost, Horovod's thread ends all operations. It then releases their tensors, with its locks held, and
-# torch 2.13 takes Python's lock for each. The main thread may hold that lock and wait for one of Horovod's: neither
-# continues, and Python cannot act on signals. In the patched Horovod, another thread releases the tensors.
+# When a rank is lost, Horovod's thread ends all operations and, with its locks held, releases their tensors. For a
+# tensor that only Python owns, torch 2.13 takes Python's lock. The main thread may hold that lock and wait for one of
+# Horovod's: neither continues, and no signal handler runs. In the patched Horovod another thread releases the tensors.
 WITHOUT_DEADLOCK = (
     (
         "threads for the next patch",
