@@ -100,8 +100,8 @@ PASSES_SIGNALS = (
 )
 
 # When a rank is lost, Horovod's thread ends all operations and, with its locks held, releases their tensors. For a
-# tensor that only Python owns, torch 2.13 takes Python's lock. The main thread may hold that lock and wait for one of
-# Horovod's: neither continues, and no signal handler runs. In the patched Horovod another thread releases the tensors.
+# tensor that only Python owns, torch 2.13 takes Python's lock. If the main thread has it and waits for a lock of
+# Horovod, neither continues, and no signal handler runs. In the patched Horovod another thread releases the tensors.
 WITHOUT_DEADLOCK = (
     (
         "threads for the next patch",

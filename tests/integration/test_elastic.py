@@ -80,13 +80,16 @@ import horovod.torch as hvd
 import torch
 
 hvd.init()
-while hvd.rank() == 1:
-    os._exit(0) if Path("queued").exists() else time.sleep(0.01)
+if hvd.rank() == 1:
+    while not Path("queued").exists():
+        time.sleep(0.01)
+    os._exit(0)
 faulthandler.dump_traceback_later(60, exit=True)  # runs without Python's lock
 try:
     for number in range(10**8):
         hvd.allreduce_async_(torch.zeros(1), name=str(number))
-        number != 100 or Path("queued").touch()
+        if number == 100:
+            Path("queued").touch()
 except RuntimeError as error:
     print("raised", type(error).__name__, flush=True)
 os._exit(0)
