@@ -84,12 +84,13 @@ class Variant:
 
 HF_BEST = ["--no_pad_to_max_length", "--count_tokens", "--optim", "adamw_torch_fused"]
 HF_BEST += ["--ddp_find_unused_parameters", "False"]
-GROUPED = ("--train_sampling_strategy", "group_by_length")
+GROUPED, REBALANCED = (("--train_sampling_strategy", way) for way in ("group_by_length", "batch_rebalance"))
 VARIANTS = {
     "ours": Variant("this trainer", peer=False),
     "ours_fp32": Variant("this trainer in fp32, next to --bf16", peer=False, fp32=True),
     "hf_run_qa": Variant("HF Trainer as run_qa sets it", padded=True),
     "hf_best": Variant("HF Trainer, best flags", flags=HF_BEST, shuffling=GROUPED, environment=ALLOCATOR),
+    "hf_rebalance": Variant("the same, batch_rebalance", flags=HF_BEST, shuffling=REBALANCED, environment=ALLOCATOR),
 }
 
 
