@@ -81,7 +81,13 @@ def clone(
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
-    files = {"train-v1.1": slice(32), "dev-v1.1": slice(5), "mine": slice(16), "held-out": slice(16, 20)}
+    files = {
+        "train-v1.1": slice(32),
+        "dev-v1.1": slice(5),
+        "mine": slice(16),
+        "held-out": slice(16, 20),
+        "dev.de": slice(20, 24),
+    }
     for name, part in files.items():
         (folder / f"{name}.json").write_text(json.dumps(to_squad(make_questions(32)[part])))
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
