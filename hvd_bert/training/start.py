@@ -186,7 +186,7 @@ def check_task(config: Config, task: Task) -> None:
 def check_requirements(config: Config, world: World) -> None:
     """Raise UserError if the strategy or --elastic does not fit the launcher, or if a required package is missing."""
     strategy = config.parallel.strategy
-    if world.elastic and STRATEGIES[strategy].world != HOROVOD:
+    if (world.elastic or config.checkpoint.elastic) and STRATEGIES[strategy].world != HOROVOD:
         raise UserError(f"--strategy {strategy} is not elastic. Use --strategy horovod.")
     if config.checkpoint.elastic and not world.elastic:
         raise UserError(

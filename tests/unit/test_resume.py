@@ -273,6 +273,7 @@ def test_a_run_needs_data_for_its_flags(trains, evaluates, flags, named):
     ("elastic", "flags", "named"),
     [
         (True, ["--strategy", "none", "--output_dir", "out"], "--strategy horovod"),
+        (False, ["--strategy", "ddp", "--elastic"], "--strategy horovod"),
         (False, ["--elastic"], "--host-disc"),
     ],
 )
