@@ -23,6 +23,7 @@ from markdown.extensions.toc import slugify
 from hvd_bert import errors
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed import runner, signals
 
 TROUBLESHOOTING = "docs/guides/troubleshooting.md"
@@ -199,6 +200,13 @@ def test_quoted_messages_exist() -> None:
     assert unknown == [], "no message of the code or the scripts reads so"
 
 
-def test_the_page_of_flags_is_current():
-    written = flags_page.PAGE.read_text(encoding="utf-8")
-    assert written == flags_page.page(), "run `python scripts/flags_page.py`"
+def test_the_pages_of_flags_and_support_are_current():
+    for path, page in ((flags_page.PAGE, flags_page.page), (flags_page.SUPPORT_PAGE, flags_page.support_page)):
+        assert path.read_text(encoding="utf-8") == page(), "run `python scripts/flags_page.py`"
+
+
+def test_the_support_matrix_has_all_flags_that_a_strategy_refuses():
+    refused = {f"--{text.replace('=', ' ')}" for row in STRATEGIES.values() for text in row.refuses}
+    refused |= {f"--{name}" for name, flag in FLAGS.items() if flag.owner}
+    listed = {part for flags in flags_page.FEATURES for part in (flags, flags.split(" ")[0])}
+    assert refused - listed == set()
