@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -41,6 +43,25 @@ def summarise(samples: list[Sample]) -> Sample:
     return {
         name: max(values) if name == "gpu_memory_gib" else sum(values) / len(values) for name, values in found.items()
     }
+
+
+def energy_j(gpus: Sequence[torch.device]) -> float:
+    """Return the joules that GPUs have used since their driver was loaded, by their own counters.
+
+    NaN without GPUs, or if one has no counter, as before Volta. The counter of a MIG instance's GPU counts for all
+    instances, so that gives NaN, too.
+    """
+    if not gpus:
+        return math.nan
+    with suppress(Exception):  # NVML or its package nvidia-ml-py may be missing
+        import pynvml
+
+        pynvml.nvmlInit()
+        found = [torch.cuda.get_device_properties(gpu) for gpu in gpus]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}") for gpu in found if "MIG" not in gpu.name]
+        if len(handles) == len(gpus):
+            return float(sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles))) / 1000
+    return math.nan
 
 
 class GpuUsage:

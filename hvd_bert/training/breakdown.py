@@ -151,6 +151,9 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any], since: str) ->
     useful = f", {found['tflops_per_s']:.3g} TFLOP/s useful" if "tflops_per_s" in found else ""
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
     lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{since}{tokens}{useful}{mfu}{work}.")
+    if "energy_wh" in results:
+        energy, rate = results["energy_wh"], 1000 * results["energy_wh"] / results["train_samples"]
+        lines.append(f"GPU energy {energy:.3g} Wh, {rate:.3g} Wh per 1,000 {results.get('unit', 'windows')}.")
     if "tflops_per_s" in found and not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."

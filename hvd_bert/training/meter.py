@@ -13,6 +13,7 @@ import torch
 
 from hvd_bert.distributed.world import World
 from hvd_bert.monitoring import PHASES
+from hvd_bert.monitoring.usage import energy_j
 from hvd_bert.tasks.base import MicroBatch
 
 Item = TypeVar("Item")
@@ -110,6 +111,7 @@ class Meter:
         on_applied: Called when a step with a finite gradient norm is settled; the strategy skips all other steps.
         skipped_steps: Number of skipped steps since the start of training.
         grad_norm: Gradient norm of the last settled step.
+        energy_j: Joules of all ranks' GPUs up to the last line; NaN if a GPU does not count them.
     """
 
     sums: dict[str, Any]
@@ -129,6 +131,7 @@ class Meter:
         self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
+        self.energy_j = 0.0 if world.gpus else math.nan
         self.grad_norm = 0.0
         self._phase = "other"  # the innermost open block of `phase`
         self._stopwatch = Stopwatch(world.device)
@@ -144,6 +147,7 @@ class Meter:
         self._stopwatch.restart()
         self._since, self._restored_s = self._stopwatch.last, 0.0
         self._watched_from = step
+        self._counter_j = energy_j(self.world.gpus)
 
     def end_interval(self, phase: str) -> None:
         """Count the time since the end of the previous interval as time of `phase`, a key of PHASES."""
@@ -225,14 +229,17 @@ class Meter:
         """
         step, end, intervals, mine_counts = self._line
         mine = [self._loss, *mine_counts.tolist(), *self._seconds_per_phase(intervals)]
-        table = self._of_ranks(mine)  # raises if Horovod elastic loses a rank, so the sums must not change before this
+        joules = self.joules()
+        # Raises if Horovod elastic loses a rank, so the sums must not change before this.
+        table = self._of_ranks([*mine, joules])
         seconds = self._restored_s + seconds_between(self._since, end)
         self._since, self._restored_s, self._loss = end, 0.0, 0.0
         self._counts -= mine_counts
+        self._counter_j += joules
         loss, *counts = table[:, :4].sum(0).tolist()
         windows, tokens, positions = map(round, counts)
         loss /= self.world.size
-        watched, self.phase_s = step - self._watched_from, table[:, 4:]
+        watched, self.phase_s = step - self._watched_from, table[:, 4:-1]
         self.sums = {"seconds": seconds, "windows": windows, "tokens": tokens, "positions": positions}
         self.sums["watched"] = watched
         steps = step - self.last_step
@@ -243,6 +250,7 @@ class Meter:
         self.loss_sum += loss
         self.windows += windows
         self.tokens += tokens
+        self.energy_j += float(table[:, -1].sum())
         return {
             "loss": loss / counted if counted else math.nan,
             "windows_per_s": windows / seconds,
@@ -279,10 +287,19 @@ class Meter:
         yield
         self._start(self.last_step)
 
-    def state(self) -> dict[str, float]:
-        """Return the totals up to the last line, equal on all ranks, and the seconds since. Waits for the device."""
+    def joules(self) -> float:
+        """Return the energy of this rank's GPUs since the last line; NaN if a GPU does not count it."""
+        return energy_j(self.world.gpus) - self._counter_j
+
+    def state(self, joules: float = math.nan) -> dict[str, float]:
+        """Return the totals up to the last line, equal on all ranks, and the seconds since. Waits for the device.
+
+        `joules`: sum of the ranks' `joules`. If it is unknown, so is the energy of the whole training.
+        """
         totals = {name: getattr(self, name) for name in _TOTALS}
         totals |= {"skipped_steps": self.skipped_steps, "skipped_before": self._skipped_before}
+        energy = self.energy_j + joules
+        totals |= {} if math.isnan(energy) else {"energy_j": energy}
         return totals | {"seconds": self._restored_s + seconds_between(self._since, self._stopwatch.now())}
 
     def since_last_log(self) -> list[float]:
@@ -298,6 +315,7 @@ class Meter:
         for name in _TOTALS:
             setattr(self, name, state[name])
         self.skipped_steps, self._skipped_before = int(state["skipped_steps"]), int(state["skipped_before"])
+        self.energy_j = state.get("energy_j", math.nan)
         self._loss, *counts = since_last_log
         self._counts[:] = counts
         self._start(step)
@@ -313,7 +331,7 @@ class Meter:
             "train_tokens_per_second": self.tokens / self.train_s,
             "train_loss": self.loss_sum / max(1, self.last_step - self.skipped_steps),
             "skipped_steps": self.skipped_steps,
-        }
+        } | ({} if math.isnan(self.energy_j) else {"energy_wh": self.energy_j / 3600})
 
 
 def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:

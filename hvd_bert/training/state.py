@@ -6,6 +6,7 @@ plan is a function of the seed, the step and the global batch, so a resumed run 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,12 +120,14 @@ class TrainState:
 
         The next snapshot overwrites its tensors.
         """
-        ranks = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
+        mine = random_numbers(self.world.gpus), self.meter.since_last_log(), self.meter.joules()
+        ranks = self.world.gather(mine)
         strategy = self.strategy.state()
         if self.world.rank != 0:
             return None
-        rng = {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(ranks) for name, value in rng.items()}
-        return self._contents(strategy, self.buffers, rng, [sums for _, sums in ranks])
+        rng = {f"rank{rank}.{name}": value for rank, (rng, *_) in enumerate(ranks) for name, value in rng.items()}
+        joules = sum(joules for *_, joules in ranks)
+        return self._contents(strategy, self.buffers, rng, [sums for _, sums, _ in ranks], joules)
 
     def local_snapshot(self) -> Contents:
         """Return the state after the last finished step, without random generators. Not a collective.
@@ -138,8 +141,10 @@ class TrainState:
         sums = [loss, sum(map(len, steps)), all_tokens, round(all_tokens * (positions / tokens if tokens else 1))]
         return self._contents(self.strategy.state(), defaultdict(dict), {}, [sums])
 
-    def _contents(self, strategy: StrategyState, buffers: Buffers, rng: Tensors, sums: Sums) -> Contents:
-        """Make a checkpoint's content. `rng`: the ranks' generator states."""
+    def _contents(
+        self, strategy: StrategyState, buffers: Buffers, rng: Tensors, sums: Sums, joules: float = math.nan
+    ) -> Contents:
+        """Make a checkpoint's content. `rng`: the ranks' generator states. `joules`: see `Meter.state`."""
         weights, optimizer, rest = strategy
         tensors = {
             "model": copy_to_host(weights, buffers["model"]),
@@ -158,7 +163,7 @@ class TrainState:
             "accumulation": self.plan.accumulation,
             "strategy": rest,
             "schedule": {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"},
-            "meter": self.meter.state(),
+            "meter": self.meter.state(joules),
             "since_last_look": sums,
             "best": self.best.state(),
             "eval_pending": self.eval_pending,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -31,7 +32,9 @@ def equal_ranks(size: int) -> SimpleNamespace:
     def limit_wait(names):
         return nullcontext(waits.append(names()))
 
-    return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same, limit_wait=limit_wait, waits=waits)
+    return SimpleNamespace(
+        size=size, rank=0, device=torch.device("cpu"), gpus=[], sum=same, limit_wait=limit_wait, waits=waits
+    )
 
 
 def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
@@ -102,6 +105,32 @@ def test_line_that_ended_before_a_later_step(clock, ends):
         assert shown == pytest.approx({name: row[name] for name in ("loss", "windows_per_s")})
 
 
+def test_energy_of_all_ranks_over_a_resume(clock, monkeypatch):
+    """The GPU of each of two ranks takes 100 W."""
+    monkeypatch.setattr(module, "energy_j", lambda gpus: 100 * clock.now)
+    world = equal_ranks(2)
+    world.gpus = [torch.device("cuda")]
+
+    def train(meter: Meter, step: int) -> Meter:
+        meter.add(torch.tensor(1.0), batch(1, 1))
+        meter.end_step(FINITE)
+        clock.now += 18.0
+        read(meter, step)
+        return meter
+
+    meter = train(Meter(world), 1)
+    with meter.paused():
+        clock.now += 1000.0  # an evaluation
+    assert meter.results()["energy_wh"] == 1.0
+    clock.now += 9.0
+    saved, unknown, since = meter.state(2 * meter.joules()), meter.state(), meter.since_last_log()
+    clock.now += 1000.0  # the job waits to be resumed
+    for state, energy in ((saved, 2.5), (unknown, None)):
+        resumed = Meter(world)
+        resumed.restore(json.loads(json.dumps(state)), since, 1)
+        assert train(resumed, 2).results().get("energy_wh") == energy
+
+
 def test_waits_for_the_device_are_watched_except_the_first():
     world = equal_ranks(2)
     meter = Meter(world)
@@ -154,7 +183,7 @@ def test_phases_leave_no_gaps(clock):
 def test_phases_have_a_range_over_the_ranks(clock):
     """Rank 1 gets its data a second earlier than rank 0, then waits a second for rank 0."""
     world = equal_ranks(2)
-    world.sum = lambda table: torch.stack([table[0], table[0] + torch.tensor([0.0] * 4 + [-1, 0, 1, 0, 0, 0])])
+    world.sum = lambda table: torch.stack([table[0], table[0] + torch.tensor([0.0] * 4 + [-1, 0, 1, 0, 0, 0, 0])])
     meter = Meter(world)
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase, seconds in (("data", 2.0), ("compute", 3.0)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 from documented import undocumented
@@ -18,7 +20,7 @@ from test_world import make_world
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.monitoring.recording import Recording
-from hvd_bert.monitoring.usage import GIB, GpuUsage, process_usage
+from hvd_bert.monitoring.usage import GIB, GpuUsage, energy_j, process_usage
 from hvd_bert.training.meter import Meter
 
 
@@ -74,6 +76,28 @@ def test_usage_of_all_ranks(tmp_path):
 def test_other_ranks_read_the_usage_of_rank_0(tmp_path):
     assert read_usage(tmp_path, 1, 0) == {"gpu_util_percent": 90.0}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "joules"),
+    [([0], 1.5), ([0, 1], 4.0), ([0, 2], None), ([0, 3], None), ([], None)],
+    ids=["one", "two", "MIG", "no counter", "no GPU"],
+)
+def test_energy_counters_of_gpus(monkeypatch, numbers, joules):
+    def count(uuid: str) -> int:
+        if uuid == "GPU-3":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return {"GPU-0": 1500, "GPU-1": 2500, "GPU-2": 9000}[uuid]
+
+    def properties(gpu: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=gpu.index, name="NVIDIA A100 MIG 1g.5gb" if gpu.index == 2 else "NVIDIA A100")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", count)
+    found = energy_j([torch.device("cuda", number) for number in numbers])
+    assert (None if math.isnan(found) else found) == joules
 
 
 BASE = ["--config", "sample"]

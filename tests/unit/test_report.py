@@ -105,7 +105,9 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
 
 def test_processes_memory_and_scores(tmp_path):
     make_run(tmp_path / "runs/none", scores=(60.0, 70.0))
-    make_run(tmp_path / "runs/hvd", "horovod", 3, windows_per_s=24, scores=(61.0, 71.5), exposed_comm_s=0.06)
+    make_run(
+        tmp_path / "runs/hvd", "horovod", 3, windows_per_s=24, scores=(61.0, 71.5), exposed_comm_s=0.06, energy_wh=3.2
+    )
     make_run(tmp_path / "runs/fsdp", "fsdp", 3, windows_per_s=24, scores={"accuracy": 0.75}, exposed_comm_s=None)
     make_run(tmp_path / "runs/dp", "dp", 1, windows_per_s=16, devices_per_rank=4)
     rows = report(tmp_path)
@@ -113,9 +115,12 @@ def test_processes_memory_and_scores(tmp_path):
     _, costs = page(tmp_path).split("strategy | ranks | windows/s, min to max")
     cells = {row[0]: row for row in (line.split(" | ") for line in costs.splitlines()[:6])}
     # Three ranks: median time 101 s, maximum memory 3 GiB; 0.06 s exposed communication per step of 16/24 s is 9 %.
-    assert cells["horovod"][1:8] == ["3", "24.00 to 24.00", "101.0", "90.0", "5.0", "3.00", "9.0%"]
+    assert cells["horovod"][1:8] == ["3", "24.00 to 24.00", "101.0", "90.0", "5.0", "3.00", "3.2"]
+    assert cells["horovod"][8:10] == ["5", "9.0%"]  # 3.2 Wh for 640 windows
+    energies = {run["strategy"]: run["wh_per_1000_windows"] for run in read_csv(tmp_path / "out/runs.csv")}
+    assert energies == {"none": "", "horovod": "5.0", "fsdp": "", "dp": ""}
     assert cells["horovod"][-3:] == ["61.00", "71.50", "-"]
-    assert cells["fsdp"][7] == "-" and cells["fsdp"][-3:] == ["-", "-", "0.7500"]
+    assert cells["fsdp"][7:10] == ["-"] * 3 and cells["fsdp"][-3:] == ["-", "-", "0.7500"]
     scores = {run["strategy"]: (run["f1"], run["accuracy"]) for run in read_csv(tmp_path / "out/runs.csv")}
     assert scores == {"none": ("70.0", ""), "horovod": ("71.5", ""), "fsdp": ("", "0.75"), "dp": ("", "")}
 

@@ -104,6 +104,7 @@ def found(folder: Path) -> list[str]:
 def test_slow_write_has_the_state_of_its_step(run, disk, tmp_path):
     checkpoints = run()
     state = checkpoints.state
+    state.meter.energy_j, state.meter.joules = 5.0, lambda: 2.0
     disk.go.clear()
     save(checkpoints, 4)
     with torch.no_grad():  # training changes weights while the disk is slow
@@ -119,6 +120,7 @@ def test_slow_write_has_the_state_of_its_step(run, disk, tmp_path):
     written = files.read(tmp_path / "checkpoint-4")
     assert not written.tensors["model"]["weight"].any() and not written.tensors["optimizer"]["weight/exp_avg"].any()
     assert (written.state["step"], written.state["best"]["value"]) == (4, None)
+    assert written.state["meter"]["energy_j"] == 7.0
     assert (tmp_path / "checkpoint-4" / "config.json").read_text() == "{}"
 
 

@@ -106,6 +106,9 @@ def figures(record: Record) -> list[tuple[str, str]]:
     runtime = record.number("train_runtime")
     if runtime is not None:
         found.append(("training time", duration(runtime)))
+    energy, rate = record.number("energy_wh"), record.wh_per_1000
+    if energy is not None and rate is not None:
+        found += [("GPU energy", f"{digits(energy)} Wh"), (f"Wh per 1,000 {record.unit}", digits(rate))]
     if "world_size" in record.facts:
         found.append(("ranks", shown(record.facts["world_size"])))
     return found

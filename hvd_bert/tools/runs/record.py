@@ -230,6 +230,12 @@ class Record:
         return self.steps.mean("windows_per_s", by_time=True)
 
     @property
+    def wh_per_1000(self) -> float | None:
+        """Energy of the GPUs in Wh per 1,000 windows; None if unknown."""
+        energy, windows = self.number("energy_wh"), self.number("train_samples")
+        return 1000 * energy / windows if energy is not None and windows else None
+
+    @property
     def exposed_share(self) -> float | None:
         """Share of exposed communication in the step time; None if any log line after the first lacks it."""
         known = np.isfinite(self.steps["exposed_comm_s"][1:]).all()
