@@ -164,9 +164,12 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
     broken = {"horovod": probes, "slurm": probes, "gpus": probes, "default_cache_dir": checks, "free_memory": checks}
     for name, module in broken.items():
         monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("broken")))
+    (tmp_path / "full").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))  # no files can be written there
     found = checks.host_lines("none", 1, tmp_path)
     failed = [line.name for line in found if line.status == FAILURE]
-    assert failed == ["Driver", "CUDA", "Horovod", "NCCL", "MPI", "Slurm", "Windows", "Memory"]
+    assert failed == ["Driver", "CUDA", "Horovod", "NCCL", "MPI", "Slurm", "Windows", "TMPDIR", "Memory"]
+    assert str(tmp_path / "full") in found[-3].found and "export TMPDIR=" in found[-3].hint
     assert [line.name for line in found if line.status == OK][:3] == ["Python", "torch", "Packages"]
     assert (found[-1].name, found[-1].status) == ("Output", OK)
 

@@ -10,7 +10,7 @@ import pytest
 from refusals import check_refusal
 
 from hvd_bert.tools.doctor import __main__ as doctor
-from hvd_bert.tools.runs.failure import first_failure
+from hvd_bert.tools.runs.failure import OTHER_TMPDIR, first_failure
 
 HOSTS = ["a100-01", "a100-01", "a100-02", "a100-02"]
 RAISED = "rank 1 on a100-02 failed:\nTraceback (most recent call last):\n  File x\nRuntimeError: broken: twice\n"
@@ -34,6 +34,13 @@ MESSAGE = "hvd_bert: rank 0 on a100-01: --output_dir /x\n"
 TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nFailures:\n{}-----\n"
 TORCHRUN += "Root Cause (first observed failure):\n{}=====\n"
 AGENTS = "[0]:\n  time : now\n  host : a100-0{1}\n  rank : {0} (local_rank: 0)\n  exitcode : {2} (pid: 7)\n"
+FULL = "[a100-01:00742] PMIX ERROR: OUT-OF-RESOURCE in file ../src/mca/common/dstore/dstore_segment.c at line 208\n"
+FULL += (
+    "[1,0]<stderr>:[a100-01:00758] PMIX ERROR: ERROR in file ../src/mca/gds/ds12/gds_ds12_lock_pthread.c at line 169\n"
+)
+FULL += "[1,0]<stderr>:*** An error occurred in MPI_Init_thread\n[1,0]<stderr>:*** on a NULL communicator\n"
+NO_FOLDER = "A call to mkdir was unable to create the desired directory:\n\n  Directory: /tmp/ompi.a100-01.0\n"
+NO_FOLDER += "  Error:     No space left on device\n\nPlease check to ensure you have adequate permissions to perform\n"
 START = "[1,0]<stdout>:2026-11-26 20:22:57 INFO 4 rank(s) on a100-01, a100-02, cpu, controller mpi\n"
 REQUEUED = "slurmstepd: error: *** JOB 7 ON a100-01 CANCELLED AT 2026-11-26T20:35:43 DUE TO JOB REQUEUE ***\n"
 STOPPED = "hvd_bert: Stopped by SIGUSR1 after step 3, saved in out/checkpoint-3.\n"
@@ -69,6 +76,13 @@ STOPPED += "srun: error: a100-01: task 1: Terminated\n"
         (KILLED + WAITED + "\n", WAITED),
         (KILLED + SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
         (KILLED + LOST, "the launcher was killed: stopping this rank"),
+        (FULL + MPIRUN, f"a100-01: PMIX ERROR: OUT-OF-RESOURCE. {OTHER_TMPDIR}"),
+        (
+            FULL.replace("OUT-OF-R", "PMIX_ERR_OUT_OF_R"),
+            f"a100-01: PMIX ERROR: PMIX_ERR_OUT_OF_RESOURCE. {OTHER_TMPDIR}",
+        ),
+        (NO_FOLDER, f"Directory: /tmp/ompi.a100-01.0: No space left on device. {OTHER_TMPDIR}"),
+        (FULL + MARKED, BROKEN),
         ("step 1/4\n", ""),
         # Several attempts in one log: only the final attempt counts.
         (MESSAGE + REQUEUED + STOPPED + START, ""),

@@ -22,6 +22,7 @@ from hvd_bert.storage.writing import check_folder, first_existing
 from hvd_bert.tools.doctor import probes
 from hvd_bert.tools.doctor.lines import CheckResult, failure, isolated, ok, warning
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, Slurm, mpi_version
+from hvd_bert.tools.runs.failure import OTHER_TMPDIR
 
 REQUIREMENTS = PACKAGE.parent / "requirements.txt"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
@@ -48,6 +49,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         "MPI": lambda: [mpi_line(probes.horovod(), launcher == "srun")],
         "Slurm": lambda: slurm_lines(probes.slurm()),
         "Windows": lambda: [folder_line("Windows", default_cache_dir(), "Set HVD_BERT_CACHE to another folder.")],
+        "TMPDIR": lambda: [folder_line("TMPDIR", temporary_folder(), OTHER_TMPDIR, DISK_REQUIRED)],
         "Memory": lambda: [memory_line(free_memory(), ranks_here)],
     }
     if output_dir is not None:
@@ -174,7 +176,12 @@ def slurm_lines(slurm: Slurm) -> list[CheckResult]:
     return [known, warning("PMIx", "not supported by this Slurm", hint)]
 
 
-def folder_line(name: str, folder: Path, hint: str) -> CheckResult:
+def temporary_folder() -> Path:
+    """Return the folder for temporary files of Open MPI and PMIx, which chooses it as they do."""
+    return Path(next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp"))
+
+
+def folder_line(name: str, folder: Path, hint: str, recommended: int = DISK_RECOMMENDED) -> CheckResult:
     """Check that files can be written to a folder, which need not exist yet, and that enough disk space is free."""
     try:
         check_folder(folder)
@@ -184,8 +191,8 @@ def folder_line(name: str, folder: Path, hint: str) -> CheckResult:
     found = f"{folder}, {free / GIB:.1f} GiB free"
     if free < DISK_REQUIRED:
         return failure(name, found, hint)
-    if free < DISK_RECOMMENDED:
-        return warning(name, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
+    if free < recommended:
+        return warning(name, found, f"{recommended // GIB} GiB or more are recommended. {hint}")
     return ok(name, found)
 
 

@@ -39,6 +39,11 @@ _ENDED = (  # launchers' reports of ended ranks
     r"(?P<root>^Root Cause .*\n.*\n.*\n)?^  host +: (?P<host>.*)\n  rank +: (?P<ranks>\d+) .*\n"  # torchrun
     r"  exitcode +: (?P<code>-?\d+)",
 )
+OTHER_TMPDIR = "Free some space in TMPDIR (/tmp if not set), or set another folder on each host: export TMPDIR=FOLDER."
+_NO_SPACE = (  # Open MPI's and PMIx's reports that they cannot write their temporary files
+    r"(?:\[(\S+?):\d+\] )?(PMIX[ _]ERROR: \S*OUT[-_]OF[-_]RESOURCE)",
+    r"^A call to mkdir was unable to .*\n\n +(Directory: .*)\n +Error: +(.*)",
+)
 _TERMINATED = re.compile(r"Terminated|signal 15| 143$")  # launchers terminate the other ranks after a failure
 
 
@@ -70,6 +75,8 @@ def first_failure(lines: Iterable[str], hosts: Sequence[str] = ()) -> str:
     text = "\n".join(line for _, line in attempt)
     exception, others = _exception(line for _, line in attempt), _OTHERS.findall(text)
     found = [*_MESSAGE.findall(text), *_raised(attempt), *_WAITED.findall(text)]
+    no_space = [match for pattern in _NO_SPACE for match in re.finditer(pattern, text, re.MULTILINE)]
+    found += [f"{': '.join(filter(None, match.groups()))}. {OTHER_TMPDIR}" for match in no_space]
     lost = [line.split()[1] for line in others if line.startswith("rank ")]
     found += [f"{place}: {exception or how}" for place, how in _ended(text, hosts, lost)]
     return next(filter(None, [*found, exception, *others]), "")
