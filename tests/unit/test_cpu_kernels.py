@@ -67,6 +67,10 @@ def test_cpu_model_and_the_warning_that_it_emulates_bf16(
     assert not caplog.messages
     kernels.start("torch", "bf16", CPU)
     assert [("--bf16" in line, "A CPU @ 2.0 GHz" in line) for line in caplog.messages] == [(True, True)] * emulates
+    caplog.clear()
+    kernels.start("torch", "fp16", torch.device("cuda", 0))
+    kernels.start("torch", "fp16", CPU)
+    assert ["--fp16" in line for line in caplog.messages] == [True]
 
 
 def test_choice_of_this_process(monkeypatch):

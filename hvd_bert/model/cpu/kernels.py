@@ -75,7 +75,7 @@ def cpu_model() -> str:
 def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
     """Choose kernels and apply the allocator's settings for this process. Call this before large allocations.
 
-    `cpu_kernels`: "auto" (chosen by CPU model) or "torch". Logs a warning if the CPU emulates bf16.
+    `cpu_kernels`: "auto" (chosen by CPU model) or "torch". Logs a warning if the precision is slow on the CPU.
     """
     select(cpu_kernels)
     if device.type != "cpu":
@@ -86,6 +86,8 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
     if precision == "bf16" and flags and flags.isdisjoint(_BF16):
         name = machine.cpu_name()
         log.warning("--bf16: this CPU (%s) emulates it, many times slower than fp32. Leave out --bf16.", name)
+    if precision == "fp16":
+        log.warning("--fp16: 4 to 10 times slower than fp32 on a CPU. Leave out --fp16.")
 
 
 def select(cpu_kernels: str) -> Choice:
