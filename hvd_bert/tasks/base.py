@@ -199,8 +199,7 @@ def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:
         if name == QUESTION_ANSWERING or isinstance(error, UserError):
             raise
         raise UserError(
-            f"--task {name}: cannot be imported ({type(error).__name__}: {error}). Give MODULE:CLASS, such as"
-            " digits:Digits. Run in the folder of the module, or add that folder to PYTHONPATH."
+            f"--task {name}: cannot be imported ({type(error).__name__}: {error}). {_import_remedy(name, error)}"
         ) from None
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UserError(f"--task {name}: no subclass of Task. Name a class that is one.")
@@ -209,6 +208,25 @@ def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:
             f"--task {name}: it lacks the methods {', '.join(sorted(found.__abstractmethods__))}. Add them."
         )
     return found
+
+
+def _import_remedy(name: str, error: BaseException) -> str:
+    """Return what to do if the class that --task names cannot be imported."""
+    module = name.partition(":")[0]
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    is_module = all(map(str.isidentifier, module.split(".")))
+    if not is_module or (missing and f"{module}.".startswith(f"{missing}.")):
+        folder = "Run in the folder of the module, or add that folder to PYTHONPATH."
+        return f"Give MODULE:CLASS, such as digits:Digits. {folder}"
+    package = missing.partition(".")[0]
+    if package and package != module.partition(".")[0]:
+        return (
+            f"{module} needs {package}: install it for {sys.executable} with `pip install {package}` (pip's name for it"
+            " may differ) or, if it is a module of your own, add its folder to PYTHONPATH."
+        )
+    if module in sys.modules:
+        return f"Name a class of {module}."
+    return f"Fix the module; `python -c 'import {module}'` shows the line."
 
 
 def load_task(config: Config, world: World, custom: type[Task] | None = None) -> Task:

@@ -30,27 +30,36 @@ from hvd_bert.tasks.trained import as_trained
 
 @pytest.fixture
 def custom_task(tmp_path, monkeypatch):
-    """Add modules to the import path: the guide's `digits`, and two whose import fails."""
+    """Add modules to the import path: the guide's `digits`, and others whose import fails."""
     (tmp_path / "digits.py").write_text(documented.custom_task())
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "syntax.py").write_text("import torch\nclass Digits(\n")
+    (tmp_path / "sub" / "tasks").mkdir(parents=True)
+    (tmp_path / "sub" / "tasks" / "lacking.py").write_text("import no_such_package.part")
+    (tmp_path / "sub" / "tasks" / "relative.py").write_text("from .util import load")
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("task", "named"),
+    "task_and_named",
     [
-        ("digitz:Digits", "No module named 'digitz'"),
+        ("digitz:Digits", "No module named 'digitz'", "PYTHONPATH"),
+        ("digits.py:Digits", "'digits.py'", "such as digits:Digits"),
+        ("./digits.py:Digits", "such as digits:Digits"),
+        ("sub.digits:Digits", "'sub.digits'", "PYTHONPATH"),
+        ("sub.tasks.lacking:Digits", "pip install no_such_package`", "PYTHONPATH"),
+        ("sub.tasks.relative:Digits", "'sub.tasks.util'", "import sub.tasks.relative"),
         (":Digits", "MODULE:CLASS"),
-        ("syntax:Digits", "syntax.py, line 2"),
-        ("leaving:Digits", "SystemExit: 0"),
-        ("digits:Digit", "has no attribute 'Digit'"),
+        ("syntax:Digits", "syntax.py, line 2", "import syntax"),
+        ("leaving:Digits", "SystemExit: 0", "import leaving"),
+        ("digits:Digit", "has no attribute 'Digit'", "a class of digits"),
         ("digits:load_digits", "no subclass of Task"),
         ("digits:DatasetTask", "forward, load, score"),
     ],
 )
-def test_wrong_names(custom_task, task, named):
-    with refused(f"--task {task}", named):
+def test_wrong_names(custom_task, task_and_named):
+    task, *named = task_and_named
+    with refused(f"--task {task}", *named):
         task_class(task)
 
 
