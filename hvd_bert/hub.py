@@ -169,15 +169,24 @@ def _check_folder(kind: Any, path: Path) -> None:
             " their own: --train_file, --validation_file, --input."
         )
     needed = ["config.json"] if kind.__name__ != "AutoTokenizer" else ["config.json", "*token*", "vocab*", "*.model"]
-    if path.is_dir() and not any(file for pattern in needed for file in path.glob(pattern)):
-        models = sorted(str(file.parent) for file in path.glob("*/config.json"))
-        remedy = f"Name a folder in it, such as {', '.join(models[:3])}." if models else "Name another."
+    if path.is_dir() and all(file.is_dir() for pattern in needed for file in path.glob(pattern)):
+        remedy = _folders_in(path)
         if (path / "adapter_config.json").exists():
             remedy = "Merge its adapter into the model (peft's `merge_and_unload`), save that, and name its folder."
         lacks = "model (config.json is missing)"
         if kind.__name__ == "AutoTokenizer":
             lacks = "model or tokenizer (config.json and tokenizer.json are missing)"
         raise UserError(f"The folder '{path}' holds no {lacks}. {remedy}")
+
+
+def _folders_in(path: Path) -> str:
+    """Return what to do about a folder without a model: the models and runs in it, or in its subfolders."""
+    for levels in ("*", "*/*"):
+        files = [file for name in ("config.json", "train_config.yaml") for file in path.glob(f"{levels}/{name}")]
+        if found := sorted({str(file.parent) for file in files}):
+            more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+            return f"It holds {', '.join(found[:3])}{more}: name one of them."
+    return "Name another."
 
 
 def reported(name: str) -> contextlib.AbstractContextManager[None]:

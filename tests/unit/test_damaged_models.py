@@ -316,12 +316,22 @@ def test_missing_model(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [("data.jsonl", ["is a file", "--train_file", "save_pretrained"]), ("runs", ["runs/a"]), ("runs/b", ["config"])],
+    [
+        ("data.jsonl", ["is a file", "--train_file", "save_pretrained"]),
+        ("runs", ["runs/a, runs/c, runs/d (and 1 more)"]),
+        ("runs/b", ["config", "Name another"]),
+        ("runs/c", ["runs/c/checkpoint-4"]),
+        (".", ["runs/a"]),
+    ],
 )
 @pytest.mark.parametrize("load", [load_tokenizer, lambda args: load_config(args.model_name_or_path, args)])
 def test_paths_that_are_no_model(tmp_path, monkeypatch, load, name, named):
     monkeypatch.chdir(tmp_path)
-    BertConfig().save_pretrained("runs/a")
+    for folder in ("runs/a", "runs/c/checkpoint-4", "runs/tokens"):
+        BertConfig().save_pretrained(folder)
+    for run in ("runs/c", "runs/d"):  # c was interrupted, and d is of a custom task
+        Path(run).mkdir(exist_ok=True)
+        Path(run, "train_config.yaml").touch()
     Path("runs/b").mkdir()
     Path("data.jsonl").write_text('{"id": 1}')
     with refused(name, *named) as raised:
