@@ -92,7 +92,7 @@ class Answer(Candidate):
 
     id: str = field(compare=False)
     null_odds: float | None
-    nbest: tuple[Candidate, ...]
+    nbest: tuple[Candidate, ...] = field(repr=False)
 
     @property
     def best_span(self) -> str:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # these modules import torch, which takes seconds
     from hvd_bert.distributed.world import World
     from hvd_bert.tasks.base import MicroBatch, Task
 
+SHOWN_SCORES = 6  # in the text of a RunResult
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -24,6 +26,14 @@ class RunResult:
     output_dir: Path
     scores: dict[str, float]
     results: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Describe the run in a line or two: `results` fills screens of a notebook."""
+        names = [*self.scores][:SHOWN_SCORES]
+        scores = ", ".join(f"{name!r}: {self.scores[name]:.4g}" for name in names)
+        more = ", ..." if len(self.scores) > len(names) else ""
+        keys = f"results=<{len(self.results)} keys>"
+        return f"RunResult(output_dir={str(self.output_dir)!r}, scores={{{scores}{more}}}, {keys})"
 
 
 class Callback:

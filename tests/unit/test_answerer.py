@@ -78,6 +78,7 @@ def test_dictionaries_and_top_k_as_in_transformers_pipeline(qa, questions):
     answers = qa(asked)
     same(answers, [qa(**question) for question in asked])
     first = qa(asked[0])
+    assert len(repr(first)) < 240  # not with the n best
     found = [first[key] for key in ("answer", "start", "end", "score")]
     assert found == [first.text, first.start, first.end, first.score]
     assert qa(asked[0], top_k=2) == list(first.nbest[:2])

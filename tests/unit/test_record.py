@@ -80,6 +80,7 @@ def test_a_finished_run(tmp_path):
     (folder / "train_results.json").write_text(json.dumps(results))
     (folder / "train_config.yaml").write_text("learning_rate: 0.001\nanswer_language: zh\nbf16: true\nold_flag: 3\n")
     make_samples(folder)
+    assert "'f1': 70.0" in repr(record.read(folder)) and len(repr(record.read(folder))) < 240 + len(str(folder))
     usage = [{"step": step, "rank": n, "gpu_util_percent": 90.0 + n} for step in (1, 2) for n in range(2)]
     (folder / "gpu_usage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in usage))
     for step, best in ((20, 1.0), (40, 2.0)):

@@ -73,6 +73,11 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_restored(tmp_path: Path
     before = process_state()
     run, calls = start(tmp_path / "first")
     assert process_state() == before
+    assert (
+        str(tmp_path / "first") in repr(run)
+        and "'eval_loss'" in repr(run)
+        and len(repr(run)) < 240 + len(str(tmp_path))
+    )
     names = " ".join(name.removeprefix("on_") for name, *_ in calls)
     assert names == "start batch step log batch step batch step batch step log save evaluate end"
     assert calls[-1][1] is run

@@ -90,6 +90,11 @@ class Record:
     worlds: Sequence[str]  # strategy, number of ranks and device at each start, without repeats
     problems: Sequence[str]  # files, or lines of files, that could not be read
 
+    def __repr__(self) -> str:
+        """Describe the run in a line: its files fill screens of a notebook."""
+        scores = {name: self.score(name) for name in self.score_names}
+        return f"Record(name={self.name!r}, state={self.state!r}, step={self.step}, scores={scores})"
+
     @property
     def step(self) -> int:
         """The last recorded step."""
