@@ -8,13 +8,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.config.settings import FLAGS, in_this_version
+from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.settings import FLAGS, difference, in_this_version
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
@@ -220,16 +222,22 @@ def _changes(folder: Path, model: Any) -> list[str]:
 
 
 def check(
-    resume_point: ResumePoint, facts: Mapping[str, Any], args: TrainArguments, global_batch: int, model: nn.Module
+    resume_point: ResumePoint,
+    facts: Mapping[str, Any],
+    args: TrainArguments,
+    global_batch: int,
+    model: nn.Module,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Raise UserError if the checkpoint is from a different model, different data or different settings.
 
     The global batch may differ only if the per-device batch is equal and --global_batch is not given. If the checkpoint
-    fits, log the resume and warn about different CPU kernels. `facts`: `Start.facts` of this run.
+    fits, log the resume and warn about different CPU kernels. `facts`: `Start.facts` of this run. `settings`: all its
+    settings, which name its data.
     """
     saved, now = in_this_version(resume_point.state["identity"]), facts["identity"]
     differing = [
-        f"{name} was {saved.get(name)} and is {now.get(name)}"
+        difference(name, "{} was {} and is {}", (saved, now), (trained_settings(str(resume_point.folder)), settings))
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]

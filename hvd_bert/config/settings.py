@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -246,3 +246,42 @@ def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     return defaults | {name: value for name, value in identity.items() if name in defaults or value is not False}
+
+
+# What a run's identity records as a hash -> its plural, and the flags that name it; the first one given counts.
+HASHED = {
+    "the training data": ("files", ("dataset_name", "train_file")),
+    "the tokenizer": ("tokenizers", ("tokenizer_name", "model_name_or_path", "config_name")),
+}
+# Flags that may change the data's hash.
+READING = [
+    f"--{name}"
+    for name, flag in FLAGS.items()
+    if flag.group in ("data", "question-answering") and not flag.may_change_on_resume
+]
+
+
+def named(hashed: str, settings: Mapping[str, Any]) -> str:
+    """Return the names of the files, or on the hub, of a property in HASHED; "" if the settings have none."""
+    given: Any = next((value for flag in HASHED[hashed][1] if (value := settings.get(flag))), [])
+    return ", ".join(Path(str(name)).name for name in (given if isinstance(given, list) else [given]))
+
+
+def read_alike(identities: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether runs with these identities read equal files as equal data."""
+    return all(each.get(name) == identities[0].get(name) for name in READING for each in identities)
+
+
+def difference(
+    name: str, form: str, identities: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> str:
+    """Describe how the property `name` differs between two runs by `form`, which has the property and both values.
+
+    Replaces hashes by the names of the files, if the runs' settings have them.
+    """
+    names = [named(name, each) for each in settings] if name in HASHED else ["", ""]
+    if names[0] != names[1] or not names[0]:
+        return form.format(name, *(names if all(names) else (each.get(name, "unknown") for each in identities)))
+    if read_alike(identities):
+        return f"{name}: two different {HASHED[name][0]} named {names[0]}"
+    return f"{name}: {names[0]} with other content or settings"

@@ -99,7 +99,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
     facts = checkpoint_facts(task, config, world)
     with world.raise_on_all_ranks():
         if resume_point and task.plan and not in_memory:
-            resume.check(resume_point, facts, config.train, task.plan.global_batch, task.model)
+            resume.check(resume_point, facts, config.train, task.plan.global_batch, task.model, config.as_flat())
     return Start(config, task, decided, resume_point, facts, names_folder)
 
 

@@ -228,6 +228,16 @@ def test_shape_of_a_custom_model_includes_the_model_inside():
     assert gelu == renamed != relu
 
 
+@pytest.mark.parametrize(("file", "named"), [("b.json", "was a.json and is b.json"), ("a.json", "files named a.json")])
+def test_other_training_data_are_named_by_their_files(tmp_path, file, named):
+    (tmp_path / "train_config.yaml").write_text("train_file: /data/a.json\n")
+    args, now = parse([]).train, identity() | {"the training data": "1" * 12}
+    facts = {"identity": now, "rank_batch": args.rank_batch, "cpu_kernels": None}
+    saved = point(tmp_path / "checkpoint-10", identity=now | {"the training data": "2" * 12})
+    with refused("the training data", named):
+        resume.check(saved, facts, args, 8, MODEL, {"train_file": file})
+
+
 def test_every_difference_is_listed():
     with refused("checkpoint-10", "--padding was none and is longest", "global batch was 16 and is 8"):
         check(identity(), "--padding", "longest", "--per_device_train_batch_size", "4", batch=16)

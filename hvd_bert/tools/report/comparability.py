@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_bert.config.settings import difference
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG
 from hvd_bert.tools.runs.record import Record
@@ -75,8 +76,9 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
     `kind`: STRONG or WEAK scaling.
     """
     theirs, ours = base.first.work, other.first.work
+    settings = other.first.settings, base.first.settings
     found = [
-        f"{name} is {ours.get(name, 'unknown')}, the baseline's {theirs.get(name, 'unknown')}"
+        difference(name, "{} is {}, the baseline's {}", (ours, theirs), settings)
         for name in dict.fromkeys((*theirs, *ours))
         if theirs.get(name) != ours.get(name)
     ]
@@ -85,8 +87,9 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
         counts: list[tuple[str, float, float]] = [
             ("steps", two.train_steps, one.train_steps),
             ("windows trained on", two.train_samples, one.train_samples),
-            ("learning rate", two.learning_rate, one.learning_rate),
         ]
+        if theirs.get("--learning_rate") == ours.get("--learning_rate"):  # else it is listed above
+            counts.append(("learning rate", two.learning_rate, one.learning_rate))
         found += [f"{name}: {new:g}, the baseline's {old:g}" for name, new, old in counts if new != old]
     elif one.train_steps != two.train_steps and (
         abs(one.train_samples - two.train_samples) > max(one.global_batch, two.global_batch)

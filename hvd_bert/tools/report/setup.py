@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.settings import FLAGS, HASHED, named, read_alike
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, shown
@@ -91,11 +91,13 @@ def differences(records: Sequence[Record]) -> Grid:
     """Make the table of settings, facts and versions that differ between runs. Runs with equal values share an entry.
 
     Omits --seed if some runs differ only in the seed, unless nothing else differs at all. Runs are rows, or columns if
-    there are more settings than runs.
+    there are two runs, or more settings than runs.
     """
     values = [_compared(record) for record in records]
+    _replace_hashes(values, records)
     names = dict.fromkeys(name for compared in values for name in compared)
     differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
+    differing = [name for name in differing if name not in _repeated(differing)]
     for chosen in ([name for name in differing if name != "--seed"], differing):
         names_by_values: dict[tuple[str, ...], list[str]] = {}
         for record, compared in zip(records, values, strict=True):
@@ -103,11 +105,18 @@ def differences(records: Sequence[Record]) -> Grid:
         if 1 < len(names_by_values) < len(records):  # some runs differ only in the seed: they are repeats
             break
     runs = [run + (f" and {len(others)} more" if others else "") for run, *others in names_by_values.values()]
-    if len(chosen) > len(runs):
+    if len(chosen) > len(runs) or len(records) == 2:
         rows = [[name, *cells] for name, cells in zip(chosen, zip(*names_by_values, strict=True), strict=True)]
         return Grid(["setting", *runs], rows, words=len(runs) + 1)
     rows = [[run, *cells] for run, cells in zip(runs, names_by_values, strict=True)]
     return Grid(["run", *chosen], rows, words=len(chosen) + 1)
+
+
+def _repeated(names: Sequence[str]) -> set[str]:
+    """Return the differing properties that repeat another one, such as the scaled learning rate and its flag."""
+    repeated = {name for name in names if f"--{name.replace(' ', '_')}" in names}
+    repeated |= {"--train_file", "--dataset_name"} if "the training data" in names else set()
+    return repeated | ({"the tokenizer"} if {f"--{flag}" for flag in HASHED["the tokenizer"][1]} & {*names} else set())
 
 
 def _compared(record: Record) -> dict[str, str]:
@@ -116,3 +125,27 @@ def _compared(record: Record) -> dict[str, str]:
     for key in ("versions", "work"):
         compared |= {name: shown(value) for name, value in record.object(key).items() if name not in compared}
     return compared
+
+
+def _replace_hashes(values: Sequence[dict[str, str]], records: Sequence[Record]) -> None:
+    """Replace different hashes of data and tokenizers in `values` by names, where the settings of all runs have names.
+
+    Different hashes with the same name are numbered. A model's hash is removed if models differ without it, too.
+    """
+    shapes = [compared.get("the model", "").rpartition(", ")[0] for compared in values]
+    if all(shapes) and len(set(shapes)) == len({compared["the model"] for compared in values}):
+        for shape, compared in zip(shapes, values, strict=True):
+            compared["the model"] = shape
+    for key, (kind, _) in HASHED.items():
+        names = [named(key, record.settings) for record in records]
+        if not all(names) or len({compared.get(key) for compared in values}) == 1:
+            continue
+        hashes: dict[str, list[str]] = {}  # name -> its different hashes
+        for name, compared in zip(names, values, strict=True):
+            found = hashes.setdefault(name, [])
+            found += [compared[key]] if key in compared and compared[key] not in found else []
+        what = f"different {kind} of this name" if read_alike(values) else "contents or settings"
+        for name, compared in zip(names, values, strict=True):
+            if key in compared:
+                number, count = hashes[name].index(compared[key]) + 1, len(hashes[name])
+                compared[key] = name + (f" ({number} of {count} {what})" if count > 1 else "")
