@@ -9,10 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from documented import undocumented
 from made_runs import make_run, text_of
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from PIL import Image
 
 from hvd_bert.tools.rendering.page import latex
@@ -22,6 +25,8 @@ from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.runs_page import interval, repeats
 from hvd_bert.tools.runs import finding, record
+
+PAGE = 345  # points: the width of a text in LaTeX's article
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +88,8 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path, capsys):
     sentence = "1.80 times as fast on 2 ranks with horovod compared with none, 1 rank (efficiency 90%, 95% range"
     figures = ["horovod", "2", "2", "0.71", "1.80", "1.42 to 2.22", "0.90", "1.65", "0.111", "18.00", "0.0237", "3"]
     assert sentence in page(tmp_path) and f"{' | '.join(figures)}\n" in page(tmp_path)
-    assert rf"{' & '.join(figures)} \\" in (tmp_path / "out/report.tex").read_text().splitlines()
+    narrow = [figures[column] for column in (0, 1, 2, 3, 4, 5, 6, 9, 11)]
+    assert rf"{' & '.join(narrow)} \\" in (tmp_path / "out/report.tex").read_text().splitlines()
 
 
 def test_strong_and_weak_scaling_are_separated(tmp_path):
@@ -247,6 +253,50 @@ def test_caveats(tmp_path):
     text = page(tmp_path / "shared")
     assert "2 cores per host for 4 threads, so the efficiency cannot exceed 0.50." in text and "only 2.0 s" in text
     assert "none, 1 rank had" not in text
+
+
+def test_two_repeats_have_no_95_percent_range_and_headlines_hedge(tmp_path, capsys):
+    for strategy, ranks, *speeds in (("none", 1, 9.0, 10.0), ("horovod", 1, 14.0, 16.0), ("ddp", 1, 9.5, 9.6)):
+        make_repeats(tmp_path, strategy, ranks, *speeds)
+    rows = report(tmp_path)
+    hvd = row(rows, "side by side", "horovod", 1)
+    assert [float(hvd[name]) for name in ("speedup_least", "speedup_most")] == pytest.approx([14 / 10, 16 / 9])
+    tex = (tmp_path / "out/report.tex").read_text()
+    caption, notes = re.findall(r"\\(?:caption\{|raggedright )(.*)", tex)
+    sentence = "(efficiency 158%, lowest to highest 1.40 to 1.78), which is uncertain: efficiency above the ideal of 1,"
+    sentence += " repeats more than 10% apart, only 2 runs per row."
+    assert f"{sentence} Others: ddp 1.01 (101%, uncertain)." in page(tmp_path) and latex(sentence) in caption
+    assert "above the ideal of 1. Check" in notes and "only 2 runs, too few" in notes and r"\label{tab:" in tex
+    for text in (tex, page(tmp_path), capsys.readouterr().out):
+        assert "lowest" in text and "1.40 to 1.78" in text and not re.search(r"95\s?\\?%", text)
+    make_repeats(tmp_path, "none", 1, 9.0, 10.0, 11.0)
+    make_repeats(tmp_path, "ddp", 1, 9.5, 9.6, 9.7)
+    report(tmp_path)
+    assert "speed-up | 95% range | lowest to highest |" in page(tmp_path), "each range has its own column"
+
+
+def test_the_table_in_latex_fits_an_articles_page(tmp_path):
+    kinds = [("none", 1, {}), ("dp", 1, {"devices_per_rank": 4})]
+    kinds += [(name, ranks, {"nodes": ranks // 2}) for name in ("horovod", "ddp", "fsdp") for ranks in (2, 8, 16)]
+    for stage in (2, 3):
+        kinds += [("deepspeed", 16, {"nodes": 8, "work": {"--zero_stage": stage, "--fp16_allreduce": stage == 2}})]
+    for number, (name, ranks, facts) in enumerate(kinds):
+        for speed in (1234.0, 1500.0, 1600.0):
+            folder = tmp_path / f"runs/{number}-{speed}"
+            make_run(
+                folder, name, ranks, 64, speed * facts.get("devices_per_rank", ranks), train_runtime=9999.0, **facts
+            )
+    report(tmp_path)
+    tex = (tmp_path / "out/report.tex").read_text()
+    lines = [line.removesuffix(r" \\").split(" & ") for line in tex.splitlines() if line.endswith(r" \\")]
+    font = FontProperties(fname=matplotlib.get_data_path() + "/fonts/ttf/cmr10.ttf")
+
+    def width(cell: str) -> float:
+        points = 8 * 1.09  # \footnotesize in an article of 10 pt: cmr8's letters are wider than those of cmr10
+        return 0.18 * PAGE if "parbox" in cell else TextPath((0, 0), cell or "0", points, prop=font).get_extents().width
+
+    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+    assert {"nodes", "GPUs"} <= {*lines[1]} and sum(widths) + 5 * (len(widths) - 1) <= PAGE
 
 
 def test_latex_prints_names_unchanged():

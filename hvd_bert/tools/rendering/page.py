@@ -17,6 +17,7 @@ from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.charts import Chart, scripts
 
 WIDTH = 100  # characters per line on a terminal
+MAX_CELL = 16  # characters per line of a cell in LaTeX
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,12 @@ class Grid:
         return "\n".join("  " + line.rstrip() for line in lines)
 
     def for_latex(self) -> str:
-        """Format the table as a LaTeX tabular with the rules of booktabs."""
+        """Format the table as a narrow LaTeX tabular with the rules of booktabs; titles and long texts are wrapped."""
         columns = "l" * self.words + "r" * (len(self.head) - self.words)
-        head, *rows = (" & ".join(map(latex, row)) + r" \\" for row in (self.head, *self.rows))
-        body = [r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
-        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
+        above, below = zip(*(title.split(" ", 1) if " " in title else ("", title) for title in self.head), strict=True)
+        lines = [" & ".join(map(_latex_cell, row)) + r" \\" for row in (above, below, *self.rows)]
+        body = [r"\toprule", *lines[:2], r"\midrule", *lines[2:], r"\bottomrule"]
+        return "\n".join([rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", *body, r"\end{tabular}"])
 
     def without_empty(self) -> Grid:
         """Return the table without columns that contain only dashes."""
@@ -199,3 +201,9 @@ _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${ma
 def latex(text: str) -> str:
     """Escape LaTeX's special characters, and replace white space by single spaces."""
     return " ".join(visible(text).split()).translate(_LATEX)
+
+
+def _latex_cell(text: str) -> str:
+    """Escape a table's cell; a long text is set in several lines."""
+    cell = latex(text)
+    return rf"\parbox[t]{{0.18\linewidth}}{{\raggedright {cell}\strut}}" if len(text) > MAX_CELL else cell

@@ -101,7 +101,7 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
     if not shown:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     for table in shown:
-        speedups = tables.speedups(table, brief=True).for_terminal()
+        speedups = tables.speedups(table, tables.BRIEF).for_terminal()
         print(visible(f"{table.title} (baseline: {table.baseline.name})\n{speedups}\n"))
     if reasons:
         print(visible("\n  ".join(["Without a speed-up:", *reasons]) + "\n"))

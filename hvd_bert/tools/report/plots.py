@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from matplotlib.figure import Figure
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.figures import COLOURS, STYLE, saved
 from hvd_bert.tools.report.comparison import Compared, ScalingTable
+from hvd_bert.tools.report.tables import doubts
 
 IDEAL = "0.45"
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 LINEAR_UP_TO = 8  # for larger ratios of most to fewest devices, the horizontal axis is logarithmic
 WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a two-column paper
 LONG_NAME = 16  # characters: if any name is longer, all names go into a legend
+NOTE_WIDTH = 78  # characters per line of the note on caveats
 GAP = 0.095  # minimum distance between two names, as a share of the axis' height
 
 
@@ -66,11 +69,14 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
             ends.append(_ideal(axes, table, name))
         low, high = axes.get_ylim()  # the axis starts at 0 unless all values are close together
         axes.set_ylim(0 if low < high / 2 else low, high)
+        found = [] if name == "memory" else doubts(table, table.measured)
+        note = textwrap.fill(f"Uncertain: {', '.join(found)}", NOTE_WIDTH) if found else ""
         if any(len(name) > LONG_NAME for *_, name, _ in ends):
             figure.set_figheight(HEIGHT + GAP * HEIGHT * len(ends))
-            figure.legend(loc="outside lower left", frameon=False)
+            figure.legend(loc="outside lower left", frameon=False, title=note, title_fontsize=6, alignment="left")
         else:
             _name(axes, ends)
+            figure.supxlabel(note, x=0.01, ha="left", size=6, color=IDEAL)
         return {form: saved(figure, form) for form in formats}
 
 

@@ -16,6 +16,7 @@ from hvd_bert.tools.report.setup import TEXTS
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import finite_number
 
+INTERVAL = "95 % interval of the mean"
 LONG = 20  # rows: longer tables are folded
 
 
@@ -47,13 +48,16 @@ def make_page(
     page.add_section("Runs", _folded(overview(records)))
     page.add_section("Time, memory and loss", *costs)
     if repeated := repeats(groups):
-        how = "The 95 % interval of the mean uses the t-distribution: it assumes normally distributed values."
-        page.add_section("Repeats over seeds", _folded(repeated), Text(how))
+        how = f"The {INTERVAL} uses the t-distribution: it assumes normally distributed values."
+        page.add_section("Repeats over seeds", _folded(repeated), Text(how if INTERVAL in repeated.head else ""))
     page.add_section("Curves", *curves.of_runs(records, groups))
     page.add_section("Without a speed-up", Listing(reasons))
     if compared:
-        definitions = [text.format(comparability=comparability, comparison=comparison) for text in TEXTS["definitions"]]
-        page.add_section("Definitions", Listing(definitions))
+        modules = {"comparability": comparability, "comparison": comparison, "tables": tables}
+        kinds = {line.few for table in compared for line in table.measured if line.range}
+        absent = tuple(tables.NAMES[few] for few in (False, True) if few not in kinds)
+        definitions = [text.format(**modules) for text in TEXTS["definitions"]]
+        page.add_section("Definitions", Listing([text for text in definitions if not text.startswith(absent)]))
     return page
 
 
@@ -120,8 +124,8 @@ def repeats(groups: Sequence[Group]) -> Grid | None:
     rows = [
         row for name, group in named if len({run.results.seed for run in group.runs}) > 1 for row in _rows(name, group)
     ]
-    head = ["runs", "figure", "n", "mean", "standard deviation", "95 % interval of the mean", "lowest", "highest"]
-    return Grid(head, rows, words=2) if rows else None
+    head = ["runs", "figure", "n", "mean", "standard deviation", INTERVAL, "lowest", "highest"]
+    return Grid(head, rows, words=2).without_empty() if rows else None
 
 
 def _rows(row: str, group: Group) -> list[list[str]]:
@@ -138,7 +142,8 @@ def _rows(row: str, group: Group) -> list[list[str]]:
         if len(known) > 1:
             low, high = interval(known)
             ends = [number(min(known)), number(max(known))]
-            spread = [number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}", *ends]
+            between = f"{low:.4g} to {high:.4g}" if len(known) >= comparison.ENOUGH else DASH
+            spread = [number(statistics.stdev(known)), between, *ends]
         if known:
             rows.append([row, name, str(len(known)), number(statistics.fmean(known)), *spread])
     return rows

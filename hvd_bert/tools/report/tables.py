@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, SHORT, counted, number, shown
 from hvd_bert.tools.rendering.page import Grid, Status, latex
-from hvd_bert.tools.report.comparison import RANGE, UNCHECKED, Compared, ScalingTable
+from hvd_bert.tools.report.comparability import Group
+from hvd_bert.tools.report.comparison import ENOUGH, RANGE, UNCHECKED, Compared, ScalingTable
 from hvd_bert.tools.runs.finding import Excluded
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import converted
@@ -17,6 +18,7 @@ from hvd_bert.tools.runs.tolerant import converted
 SPREAD = 0.1  # `Group.variation` above which a caveat is added
 SHORT_S = 10.0  # seconds: shorter trainings get a caveat
 LEFT_OUT = ", left out"  # added to the name of a row without a speed-up
+NAMES = f"{RANGE:.0%} range", "lowest to highest"  # of the range of a speed-up, by `Compared.few`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,8 @@ COLUMNS = (
     Column(of_row=lambda line: line.speedup, report="speedup", speed="speed-up", text=_digits(".2f")),
     Column(of_row=lambda line: line.range and line.range[0], report="speedup_least"),
     Column(of_row=lambda line: line.range and line.range[1], report="speedup_most"),
-    Column(of_row=lambda line: line.range, speed=f"{RANGE:.0%} range", text=_range),
+    Column(of_row=lambda line: None if line.few else line.range, speed=NAMES[False], text=_range),
+    Column(of_row=lambda line: line.range if line.few else None, speed=NAMES[True], text=_range),
     Column(of_row=lambda line: line.total_speedup, report="total_speedup"),
     Column(of_row=lambda line: line.efficiency, report="efficiency", speed="efficiency", text=_digits(".2f")),
     Column(of_row=lambda line: line.total_speedup, speed="total speed-up", text=_digits(".2f")),
@@ -126,10 +129,13 @@ COLUMNS = (
 )
 
 
-def speedups(table: ScalingTable, brief: bool = False) -> Grid:
-    """Make the table of times, speed-ups and efficiencies. `brief`: whether to omit columns, for a terminal."""
+BRIEF = ("total speed-up", "serial fraction")  # columns that a terminal has no room for
+
+
+def speedups(table: ScalingTable, omit: Collection[str] = ()) -> Grid:
+    """Make the table of times, speed-ups and efficiencies. `omit`: titles of columns to omit."""
     runs = [line.group.first for line in table.lines]
-    hidden = {"total speed-up", "serial fraction"} if brief else set()
+    hidden = {*omit}
     hidden |= {"nodes"} if all(run.nodes == 1 for run in runs) else set()
     hidden |= {"GPUs"} if all(run.devices == run.results.world_size for run in runs) else set()
     columns = [(column.speed, column) for column in COLUMNS if column.speed and column.speed not in hidden]
@@ -179,18 +185,26 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
     return used + [{"run": name, "left_out": reason} for name, reason in excluded]
 
 
-def headline(table: ScalingTable) -> Status:
-    """Describe the speed-ups on the largest number of devices, the fastest strategy first."""
+def headline(table: ScalingTable, brief: bool = False) -> Status:
+    """Describe the speed-ups on the largest number of devices, the fastest strategy first, with doubts about them.
+
+    `brief`: whether to omit the other strategies.
+    """
     rows = [line for line in table.measured if line.group is not table.baseline]
     rows.sort(key=lambda line: (-line.group.first.devices, -(line.speedup or 0)))
     best, *others = (line for line in rows if line.group.first.devices == rows[0].group.first.devices)
     run = best.group.first
     devices = counted(run.devices, "rank" if run.devices == run.results.world_size else "GPU")
     text = f"with {best.group.label} compared with {table.baseline.name} (efficiency {best.efficiency:.0%}"
-    text += f", {RANGE:.0%} range {_range(best.range)})." if best.range else ")."
-    rest = ", ".join(f"{line.group.label} {line.speedup:.2f} ({line.efficiency:.0%})" for line in others)
-    text += f" Others: {rest}." if rest else ""
-    faster = (best.range[0] if best.range else best.speedup or 0) > 1
+    text += f", {NAMES[best.few]} {_range(best.range)})" if best.range else ")"
+    doubtful = doubts(table, [best])
+    text += f", which is uncertain: {', '.join(doubtful)}." if doubtful else "."
+    rest = ", ".join(
+        f"{line.group.label} {line.speedup:.2f} ({line.efficiency:.0%}{', uncertain' * bool(doubts(table, [line]))})"
+        for line in others
+    )
+    text += f" Others: {rest}." if rest and not brief else ""
+    faster = (best.range[0] if best.range else best.speedup or 0) > 1 and not doubtful
     return Status(f"{best.speedup:.2f} times as fast on {devices}", text, "good" if faster else "busy")
 
 
@@ -213,25 +227,24 @@ def lower(table: ScalingTable) -> str:
 
 
 def caveats(tables: Sequence[ScalingTable]) -> list[str]:
-    """List reasons why the figures are less reliable, as sentences."""
+    """List reasons why the figures are less reliable, as sentences. `doubts` has the same reasons in a few words."""
     found = []
     for table in tables:
         suffix = f" ({lower(table)})" if len(tables) > 1 else ""
         lines = table.measured
         for line in lines:
-            if (line.efficiency or 0) > 1.05:
+            if _above_ideal(line):
                 found.append(
                     f"{line.group.name}{suffix} has an efficiency of {line.efficiency:.2f}, above the ideal of 1. Check"
                     " whether other programs used the baseline's device."
                 )
+        limits: dict[str, list[str]] = {}
         for line in lines:
-            run, cores = line.group.first, converted(line.group.first.results.machine.get("cores"), int, 0)
-            base = max(1.0, table.baseline.first.needed_cores / cores) if cores else 1.0
-            if run.on_cpu and 0 < base * cores < run.needed_cores:
-                found.append(
-                    f"{line.group.name}{suffix} had {counted(cores, 'core')} per host for {run.needed_cores} threads,"
-                    f" so the efficiency cannot exceed {base * cores / run.needed_cores:.2f}."
-                )
+            if highest := _highest_efficiency(line, table):
+                cores = counted(converted(line.group.first.results.machine.get("cores"), int, 0), "core")
+                limit = f"had {cores} per host for {line.group.first.needed_cores} threads, so the efficiency cannot"
+                limits.setdefault(f"{limit} exceed {highest:.2f}.", []).append(line.group.name)
+        found += [f"{_joined(names)}{suffix} {limit}" for limit, names in limits.items()]
         unchecked = [line.group.name for line in lines if line.checked == UNCHECKED]
         if unchecked:
             found.append(f"The losses of {_joined(unchecked)}{suffix} were compared with no other strategy's.")
@@ -241,13 +254,45 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
                 f"The repeats of {_joined(apart)}{suffix} are more than {SPREAD:.0%} apart, so smaller differences are"
                 " noise. Check whether other programs ran on the machine."
             )
-        shortest = min(run.results.train_runtime for line in lines for run in line.group.runs)
+        shortest = _shortest(line.group for line in lines)
         if shortest < SHORT_S:
             found.append(f"Trainings{suffix} took only {shortest:.1f} s, too short to compare: use a minute or more.")
         few = min(len(line.group.runs) for line in lines)
-        if few < 3:
+        if few < ENOUGH:
             found.append(f"Some rows{suffix} have only {counted(few, 'run')}, too few to judge the spread.")
     return found
+
+
+def doubts(table: ScalingTable, lines: Sequence[Compared]) -> list[str]:
+    """List in a few words each why the speed-ups of `lines` are less reliable. Counts what concerns the baseline."""
+    sides = [line.group for line in lines] + [table.baseline]
+    few = min(len(side.runs) for side in sides)
+    rows = f"only {counted(few, 'run')} per row" if len(lines) == 1 else f"rows with only {counted(few, 'run')}"
+    found = {
+        "efficiency above the ideal of 1": any(map(_above_ideal, lines)),
+        "more threads than cores": any(_highest_efficiency(line, table) for line in lines),
+        "losses not compared": any(line.checked == UNCHECKED for line in lines),
+        f"repeats more than {SPREAD:.0%} apart": any(side.variation > SPREAD for side in sides),
+        f"trainings below {SHORT_S:.0f} s": _shortest(sides) < SHORT_S,
+        rows: few < ENOUGH,
+    }
+    return [text for text, applies in found.items() if applies]
+
+
+def _above_ideal(line: Compared) -> bool:
+    return (line.efficiency or 0) > 1.05
+
+
+def _highest_efficiency(line: Compared, table: ScalingTable) -> float | None:
+    """Compute the highest possible efficiency on a CPU with fewer cores than threads; None if that is no limit."""
+    run, cores = line.group.first, converted(line.group.first.results.machine.get("cores"), int, 0)
+    base = max(1.0, table.baseline.first.needed_cores / cores) if cores else 1.0
+    limits = run.on_cpu and 0 < base * cores < run.needed_cores
+    return base * cores / run.needed_cores if limits else None
+
+
+def _shortest(groups: Iterable[Group]) -> float:
+    return min(run.results.train_runtime for group in groups for run in group.runs)
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -255,10 +300,29 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
-    """Format the tables of speed-ups and the paragraph "Set-up" in LaTeX. `set_up`: the paragraph."""
+    """Format the tables of speed-ups, with their caveats, and the paragraph "Set-up" in LaTeX. `set_up`: the paragraph.
+
+    The tables are as wide as a page of LaTeX's article.
+    """
     parts = [
-        f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(table.title)}. Baseline: {latex(table.baseline.name)}.}}\n"
-        f"{speedups(table).for_latex()}\n\\end{{table*}}\n"
-        for table in tables
+        r"% A part of a document: put \usepackage{booktabs} before \begin{document}, and \input{report.tex} behind it."
     ]
-    return "\n".join([r"% Needs \usepackage{booktabs}.", *parts, latex(set_up) + "\n"])
+    for index, table in enumerate(tables, start=1):
+        first, result = f"{table.title}. Baseline: {table.baseline.name}.", headline(table, brief=True)
+        notes = caveats([table])
+        parts.append(
+            f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(f'{first} {result.label} {result.text}')}}}\n"
+            f"\\label{{tab:scaling_{index}}}\n\\footnotesize\n\\setlength{{\\tabcolsep}}{{2.5pt}}\n\\smallskip\n"
+            f"{_narrow(table).for_latex()}\n"
+            + (f"\n\\medskip\n\\raggedright Caveats: {latex(' '.join(notes))}\n" if notes else "")
+            + "\\end{table*}\n"
+        )
+    return "\n".join([*parts, f"\\begin{{sloppypar}}\n{latex(set_up)}\n\\end{{sloppypar}}\n"])
+
+
+def _narrow(table: ScalingTable) -> Grid:
+    """Make the table of speed-ups for a page. The figures that it omits are in report.csv."""
+    few = {line.few for line in table.measured if line.range}
+    devices = {line.group.first.devices == line.group.first.results.world_size for line in table.lines}
+    omit = {*BRIEF, "HOURS"} | ({NAMES[True]} if len(few) > 1 else set()) | ({"ranks"} if False in devices else set())
+    return speedups(table, omit)
