@@ -331,6 +331,81 @@ def test_refusals(tmp_path, capsys, folder, flags, named):
     assert not (tmp_path / "not-made").exists()
 
 
+SQUAD = "train_file: {}\nvalidation_file: dev.json\n"
+
+
+def make_pair(folder: Path, one: str, two: str, *scores: Any, total: int = 40, **second: Any) -> None:
+    """Make two runs with these settings and scores. `total`: number of the second run's questions."""
+    runs = (("first", one, scores[0], 40, {}), ("jl", two, scores[1], total, second))
+    for name, settings, score, count, facts in runs:
+        run = make_run(folder / "runs" / name, scores=score, **facts)
+        (run / "train_config.yaml").write_text(settings)
+        metrics, results = run / "metrics.jsonl", run / "eval_results.json"
+        if score:
+            results.write_text(json.dumps(json.loads(results.read_text()) | {"total": count}))
+        else:
+            results.unlink(missing_ok=True)
+            metrics.write_text("\n".join(metrics.read_text().splitlines()[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("dev", "scores", "total", "expected"),
+    [
+        ("dev.json", ((40.0, 49.0), (100.0, 100.0)), 40, ["jl is better by 51.0 F1 (100.0 against 49.0). No interval"]),
+        ("dev.json", ((60.0, 70.0), (60.0, 70.0)), 40, ["Both have F1 70."]),
+        ("dev.json", ((60.0, 70.0), (60.0, 69.0)), 30, ["The F1 of first is 1.0 higher", "40 and 30 questions"]),
+        ("b/dev.json", ((60.0, 70.0), (60.0, 69.0)), 40, ["The F1 of first is 1.0 higher", "dev.json and b/dev.json"]),
+        ("dev.json", ((60.0, 70.0), None), 40, ["first has EM, F1, jl has none."]),
+        ("dev.json", (None, None), 40, ["Neither run has one."]),
+        ("dev.json", ({"accuracy": 0.7}, {"accuracy": 0.75}), 40, ["jl is better by 0.05 accuracy (0.75 against 0.7)"]),
+    ],
+)
+def test_two_runs_begin_with_their_scores(tmp_path, capsys, dev, scores, total, expected):
+    other = SQUAD.replace("dev.json", dev)
+    make_pair(tmp_path, SQUAD.format("a.json"), other.format("a.json"), *scores, total=total)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    text, printed = page(tmp_path), capsys.readouterr().out
+    assert all(words in text and words in printed.splitlines()[0] for words in expected)
+    titles = re.findall(r"<h2[^>]*>(.*)</h2>", (tmp_path / "out/report.html").read_text())
+    assert titles[:3] == ["Scores", "What differs", "Speed"]
+
+
+def test_scores_table_and_names_of_files_in_place_of_hashes(tmp_path, capsys):
+    files = {"/d/a.json": 1e-4, "b.json": 2e-4}
+    one, two = (f"{SQUAD.format(name)}learning_rate: {rate}\n" for name, rate in files.items())
+    work = {"the training data": "0" * 12, "the tokenizer": "1" * 12}
+    make_pair(tmp_path, one, two, (40.0, 49.0), (100.0, 100.0), work=work, learning_rate=2e-4)
+    report(tmp_path)
+    text, printed = page(tmp_path), capsys.readouterr().out
+    assert "EM | 40 | 100 | -60\n" in text and "questions | 40 | 40 | +0\n" in text
+    assert "the training data | a.json | b.json\n" in text
+    assert "the training data is b.json, the baseline's a.json" in printed
+    assert (
+        "--learning_rate | 0.0001 | 0.0002\n" in text and "\nlearning rate" not in text and "--train_file" not in text
+    )
+    read = {"": "two different files named a.json", "bad_examples: skip\n": "a.json with other content"}
+    for settings, named in read.items():
+        work |= {"--bad_examples": "skip"} if settings else {}
+        make_pair(tmp_path, one, SQUAD.format("a.json") + settings, None, None, work=work)
+        report(tmp_path)
+        assert f"the training data: {named}" in capsys.readouterr().out
+        assert ("a.json (1 of 2 different files of this name)" in page(tmp_path)) == (not settings)
+
+
+def test_default_folder_of_a_report(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        make_run(tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    expected = {"a": "runs/a/report", "a b": "runs/a/report-with-b", "b a c": "runs/b/report-with-a-and-1-more"}
+    for names, folder in expected.items():
+        for _ in range(2):  # a report in a run's folder is replaced
+            assert main([f"runs/{name}" for name in names.split()]) == 0
+        assert (tmp_path / folder / "report.html").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert main(["runs"]) == 0 and (tmp_path / "report/report.html").exists()
+    assert main(["runs"]) == 2
+
+
 def test_points_that_a_sweep_skipped_are_listed_with_the_reason(tmp_path, capsys):
     make_run(tmp_path / "runs/none-1")
     make_run(tmp_path / "runs/ddp-2", "ddp", 2)

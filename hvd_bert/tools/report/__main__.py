@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 import argparse
 import csv
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
     )
-    out = "Folder to write the report to. (default: report; for a single run, report in the run's folder)"
+    out = (
+        "Folder to write the report to. (default: report in a single run's folder; report-with-OTHER in the first of"
+        " several RUNS; report for a folder above several runs)"
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, help=out)
     parser.add_argument("--overwrite", action="store_true", help="Replace a report in --out DIR. (default: False)")
     baseline = (
@@ -67,8 +71,8 @@ def write(flags: argparse.Namespace) -> None:
     """Read the runs, then write and print the report. Raises UserError."""
     folders = finding.find(flags.runs)
     if flags.out is None:
-        flags.out = Path("report") if len(folders) > 1 else folders[0] / "report"
-        flags.overwrite |= len(folders) == 1  # a report in the run's own folder may always be replaced
+        flags.out = _default_out(flags.runs, folders)
+        flags.overwrite |= flags.out != Path("report")  # a report in a run's own folder may always be replaced
     with writing_to("--out", flags.out):
         report_files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
@@ -78,6 +82,17 @@ def write(flags: argparse.Namespace) -> None:
         print(visible("\n".join([*run_page.summary(records[0]), f"HTML page: {flags.out / PAGE}"])))
     else:
         _write_comparison(records, baseline, flags)
+
+
+def _default_out(paths: Sequence[Path], folders: Sequence[Path]) -> Path:
+    """Return the folder of a report: in the run, in the first of several paths, else `report`."""
+    if len(folders) == 1:
+        return folders[0] / "report"
+    if len(paths) == 1:
+        return Path("report")
+    _, other, *more = finding.short_names([str(path) for path in paths])
+    rest = f"-and-{len(more)}-more" if more else ""
+    return paths[0] / f"report-with-{other.replace(os.sep, '-')}{rest}"
 
 
 def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace) -> None:
@@ -98,6 +113,9 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
     if shown:
         texts[LATEX] = tables.as_latex(shown, setup.paragraph(used))
     _write_files(flags, page, texts)
+    if len(records) == 2:
+        scores = runs_page.verdict(*records)
+        print(visible(f"{scores.label} {scores.text}\n"))
     if not shown:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     for table in shown:

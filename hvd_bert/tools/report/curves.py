@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from hvd_bert.tools.rendering import SHORT, time_unit
 from hvd_bert.tools.rendering.charts import Chart, Series, finite
 from hvd_bert.tools.rendering.figures import COLOURS
 from hvd_bert.tools.report.comparability import Group
+from hvd_bert.tools.runs.finding import short_names
 from hvd_bert.tools.runs.record import Record
 
 GPU_FIGURES = (
@@ -98,12 +98,10 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
                 colour += len(COLOURS)
             sets[name] = colour, group.runs
     named = {run for _, runs in sets.values() for run in runs}
-    others = {os.path.abspath(record.name): record for record in records if record not in named}
-    above = os.path.commonpath(map(os.path.dirname, others)) if others else ""
-    return sets | {
-        os.path.relpath(path, above): (len(sets) + number, [record])
-        for number, (path, record) in enumerate(others.items())
-    }
+    others = [record for record in records if record not in named]
+    short = short_names([record.name for record in others])
+    own = zip(short, others, strict=True)
+    return sets | {name: (len(sets) + number, [record]) for number, (name, record) in enumerate(own)}
 
 
 def _curves(sets: Sets, key: str) -> list[Series]:

@@ -64,6 +64,13 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
         yield Path(folder), set(files)
 
 
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the paths relative to the folder that contains all of them."""
+    absolute = [os.path.abspath(path) for path in paths]
+    above = os.path.commonpath(map(os.path.dirname, absolute)) if absolute else ""
+    return [os.path.relpath(path, above) for path in absolute]
+
+
 def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
     """Read the sweeps in or below `paths`. Returns their last commands, and the excluded runs by folder.
 
