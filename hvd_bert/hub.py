@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,8 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
         except ValueError as error:
             if "trust_remote_code" in str(error):  # transformers' message advises setting it
                 raise ValueError("it has its own Python code, which this trainer never runs") from None
+            if "tiktoken" in str(error) and not find_spec("sentencepiece"):  # transformers names the wrong package
+                raise ValueError("its tokenizer needs a package: run `pip install sentencepiece`") from None
             if lacks_model_type(name):
                 raise UserError(
                     f'{Path(name) / "config.json"} has no key "model_type", which names the model\'s family. Add it,'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 from pathlib import Path
 
 import datasets
@@ -12,7 +14,9 @@ import torch
 from image_data import load_images
 from PIL import Image
 from refusals import refused
+from transformers import AutoTokenizer
 
+from hvd_bert import hub
 from hvd_bert.data.sources import squad
 
 
@@ -51,6 +55,15 @@ def test_digest_covers_the_rows_but_not_their_path(no_network, write_hub_cache, 
 def test_names_that_cannot_be_loaded(name):
     with refused(f"--dataset_name {name}", "--train_file", "--validation_file", "--config sample"):
         squad.open_hub(name, "train", False)
+
+
+@pytest.mark.parametrize("family", ["deberta-v2", "xlm-roberta"])
+def test_package_of_a_sentencepiece_tokenizer(tmp_path, monkeypatch, family):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # as if not installed
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / ("spm.model" if family == "deberta-v2" else "sentencepiece.bpe.model")).touch()
+    with refused(tmp_path, "pip install sentencepiece"):
+        hub.load_pretrained(AutoTokenizer, str(tmp_path))
 
 
 MADE = np.random.default_rng(0)
