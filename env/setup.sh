@@ -261,7 +261,8 @@ provide_system_packages() {
   [ "$mpi" = auto ] || die "--with-mpi: mpicxx is not on PATH" \
     "Debian or Ubuntu: apt-get install openmpi-bin libopenmpi-dev    RHEL or Rocky: dnf install openmpi-devel" \
     "a cluster: module load openmpi"
-  warn "no MPI (mpicxx is not on PATH): Horovod is built with Gloo only, which does not work under srun or mpirun."
+  warn "no MPI (mpicxx is not on PATH): Horovod is built with Gloo only, which works under horovodrun and torchrun,"
+  warn "but not under srun or mpirun. With srun, use --strategy ddp, fsdp or deepspeed: they need no MPI."
   warn "For MPI, run 'module load openmpi' or 'apt-get install openmpi-bin libopenmpi-dev', then rerun this script."
 }
 

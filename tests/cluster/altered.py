@@ -83,22 +83,22 @@ def watch(rank: int | None) -> None:
             sys.modules.pop(name, None)  # the fork server has already imported them
         return
     from hvd_bert.data import window_table
-    from hvd_bert.strategies.horovod import HorovodStrategy
+    from hvd_bert.strategies.base import Strategy
     from hvd_bert.training.meter import Meter
 
     listeners = os.environ.get("WATCHED_LISTENERS")
-    write, step, steps = window_table._write, HorovodStrategy.step, []
+    write, step, steps = window_table._write, Strategy.step, []
     end_step, ended = Meter.end_step, []
 
     def noted_write(*arguments: Any, **options: Any) -> Any:
         note(f"{socket.gethostname()} {rank} tokenises")
         return write(*arguments, **options)
 
-    def faulty_step(self: HorovodStrategy) -> bool:
+    def faulty_step(self: Strategy) -> None:
         steps.append(1)
         if fault and len(steps) == 2:
             fail(fault)
-        return step(self)
+        step(self)
 
     def noted_end(self: Meter, *arguments: Any) -> None:
         ended.append(1)
@@ -106,7 +106,7 @@ def watch(rank: int | None) -> None:
             note_listeners(Path(str(listeners)), rank)
         end_step(self, *arguments)
 
-    window_table._write, HorovodStrategy.step = noted_write, faulty_step  # type: ignore[method-assign]
+    window_table._write, Strategy.step = noted_write, faulty_step  # type: ignore[method-assign]
     if listeners:
         Path(listeners, f"{os.getpid()}.rank").touch()
         Meter.end_step = noted_end  # type: ignore[method-assign]
@@ -114,16 +114,16 @@ def watch(rank: int | None) -> None:
 
 def before_each_backward(act: Callable[[int], object]) -> None:
     """Call `act` with the number of the backward pass, counted from 1, before each one. A step has one pass."""
-    from hvd_bert.strategies.horovod import HorovodStrategy
+    from hvd_bert.strategies.base import Strategy
 
-    backward, steps = HorovodStrategy.backward, []
+    backward, steps = Strategy.backward, []
 
-    def altered(self: HorovodStrategy, loss: Any) -> None:
+    def altered(self: Strategy, loss: Any) -> None:
         steps.append(1)
         act(len(steps))
         backward(self, loss)
 
-    HorovodStrategy.backward = altered  # type: ignore[method-assign]
+    Strategy.backward = altered  # type: ignore[method-assign]
 
 
 def wait_for_the_signal(step: int) -> None:

@@ -63,7 +63,7 @@ END
 }
 
 slurm_files() {
-  touch "$state"/gpu{0,1} # stand-ins for /dev/nvidia0 and /dev/nvidia1
+  touch "$state"/gpu{0..7} # stand-ins for /dev/nvidia0 to /dev/nvidia7
   mkdir -p "$state/local"
   cat >/etc/slurm/slurm.conf <<END
 ClusterName=hvdbert
@@ -94,10 +94,10 @@ END
   local host
   for host in "${nodes[@]}"; do
     echo "NodeName=$host NodeAddr=${address[$host]} CPUs=64 Boards=1 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1" \
-      "Gres=gpu:a100:2 State=UNKNOWN"
+      "Gres=gpu:a100:8 State=UNKNOWN"
   done >>/etc/slurm/slurm.conf
   echo "PartitionName=gpu Nodes=a100-[01-$count] Default=YES MaxTime=INFINITE State=UP" >>/etc/slurm/slurm.conf
-  echo "NodeName=a100-[01-$count] Name=gpu Type=a100 File=$state/gpu[0-1]" >/etc/slurm/gres.conf
+  echo "NodeName=a100-[01-$count] Name=gpu Type=a100 File=$state/gpu[0-7]" >/etc/slurm/gres.conf
   printf 'CgroupAutomount=no\n' >/etc/slurm/cgroup.conf
 }
 

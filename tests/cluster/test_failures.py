@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import HOSTS, JOB_SCRIPT, SMALL, Cluster, results
+from harness import HOSTS, SMALL, Cluster, results
+from test_job_script import by_launcher
 
 from hvd_bert.tools.runs.failure import first_failure
 
@@ -29,14 +30,19 @@ def faults(fault: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "once", "first"),
-    [("kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"), ("stall", WAITED, WAITED)],
-    ids=["kill", "stall"],
+    ("launcher", "fault", "once", "first"),
+    [
+        ("pmix", "kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"),
+        ("pmix", "stall", WAITED, WAITED),
+        ("none", "kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"),
+        ("torchrun", "kill", "exitcode  : -9 ", "rank 1 on a100-01: signal 9"),
+    ],
+    ids=["pmix, kill", "pmix, stall", "without MPI, kill", "torchrun, kill"],
 )
 def test_failing_rank_ends_the_job(
-    cluster: Cluster, tmp_path: Path, watched: dict[str, str], fault: str, once: str, first: str
+    cluster: Cluster, tmp_path: Path, watched: dict[str, str], launcher: str, fault: str, once: str, first: str
 ) -> None:
-    job = cluster.submit(f"--ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 4", tmp_path, watched | faults(fault))
+    job = cluster.submit(*by_launcher(launcher, tmp_path, f"{SMALL} 4", watched | faults(fault)))
     ended = cluster.ended(job)
     assert seconds_since_failure(watched) < 30, ended
     assert (ended.state, ended.status != 0) == ("FAILED", True), ended

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import documented
 import pytest
-from harness import JOB_SCRIPT, Cluster
+from harness import FOLDER, JOB_SCRIPT, Cluster
+from launch import programs
 
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
@@ -21,7 +23,8 @@ printf '%s\n' "rank ${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID} on $(hostname), PMI o
 COMMENTED = {
     "pmix": "srun --mpi=pmix",
     "pmi2": "srun --mpi=pmi2",
-    "mpirun": "exec mpirun --map-by ppr:2:node --bind-to none",
+    "none": "srun --mpi=none",
+    "mpirun": 'exec mpirun --map-by "ppr:$SLURM_NTASKS_PER_NODE:node" --bind-to none',
 }
 
 
@@ -36,6 +39,27 @@ def script_by(launcher: str, folder: Path) -> Path:
         text = text.replace(command, command.replace(COMMENTED["pmix"], COMMENTED[launcher]))
     (folder / JOB_SCRIPT.name).write_text(text)
     return folder / JOB_SCRIPT.name
+
+
+def by_launcher(launcher: str, folder: Path, flags: str, env: dict[str, str]) -> tuple[str, Path, dict[str, str]]:
+    """Return the arguments of `Cluster.submit` for a job of one rank per node, or of two by the documented torchrun.
+
+    `env`: the environment of the fixture `altered`, with more variables. Without PMI, the strategy is ddp.
+    """
+    if launcher != "torchrun":
+        flags += " --strategy ddp" if launcher == "none" else ""
+        return f"--ntasks-per-node=1 {script_by(launcher, folder)} {flags}", folder, env
+    (text,) = [fence.content for fence in documented.fences("docs/guides/cluster.md") if "torchrun" in fence.content]
+    train = f"-m altered -m hvd_bert.train {flags} --per_device_train_batch_size 8 "
+    assert text.count("-m hvd_bert.train ") == 1
+    (folder / "torchrun.slurm").write_text(text.replace("-m hvd_bert.train ", train))
+    (folder / "altered.py").symlink_to(FOLDER / "altered.py")
+    (folder / ".venv").symlink_to(programs().parent)
+    return (
+        "torchrun.slurm",
+        folder,
+        {name: value for name, value in env.items() if name not in ("HVD_BERT_VENV", "PATH")},
+    )
 
 
 @pytest.mark.parametrize("options", [[], ["--export=NONE"]], ids=["", "export"])
@@ -58,7 +82,7 @@ def test_nodes_without_gpus_and_three_tasks_each(cluster: Cluster, tmp_path: Pat
     assert (tmp_path / f"mine-{ended.id}.out").exists()
 
 
-@pytest.mark.parametrize("launcher", ["pmi2", "mpirun"])
+@pytest.mark.parametrize("launcher", ["pmi2", "none", "mpirun"])
 def test_commented_launchers(cluster: Cluster, tmp_path: Path, pretended: Pretended, launcher: str) -> None:
     ended = cluster.ended(cluster.submit([str(script_by(launcher, tmp_path))], tmp_path, pretended(SAY))).expect(0)
     hosts = dict(re.findall(r"^rank (\d) on (\S+),", ended.out, re.M))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import resuming
 import stopping_at
-from harness import FINAL, HOSTS, JOB_SCRIPT, SMALL, TIMEOUT_S, Cluster
+from harness import FINAL, HOSTS, JOB_SCRIPT, SMALL, TIMEOUT_S, Cluster, results
 from launch import REPOSITORY
-from test_job_script import script_by
+from test_job_script import by_launcher, script_by
 
 pytestmark = pytest.mark.cluster
 
@@ -68,8 +68,7 @@ def test_stopped_job_requeues_and_resumes(
     cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path, launcher: str, time_limit: bool
 ) -> None:
     """One `sbatch` trains to the end, equal bit for bit to an uninterrupted run, even with --overwrite_output_dir."""
-    script = tmp_path / JOB_SCRIPT.name
-    script.write_text(script_by(launcher, tmp_path).read_text().replace("ppr:2:node", "ppr:1:node"))
+    script = script_by(launcher, tmp_path)
     # Slurm may send the signal half a minute early: here after 60 to 90 s, when the ranks are already waiting for it.
     limit = ["--time=3", "--signal=USR1@90"] if time_limit else []
     flags = f"{DROPOUT} --output_dir out --overwrite_output_dir".split()
@@ -84,6 +83,23 @@ def test_stopped_job_requeues_and_resumes(
     assert "The Slurm job was requeued: continuing its run in out." in ended.out, ended
     assert "Resuming from step 8: out/checkpoint-8" in ended.out, ended
     assert resuming.differences(whole, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_job_without_mpi_requeues_and_resumes(
+    cluster: Cluster, tmp_path: Path, altered: dict[str, str], launcher: str
+) -> None:
+    job = cluster.submit(
+        *by_launcher(launcher, tmp_path, f"{DROPOUT} --output_dir out", altered | {"WAITING_STEP": "8"})
+    )
+    wait_for(cluster, job, "Training:")
+    cancel(cluster, "--signal=USR1", job)
+    start_again(cluster, job, tmp_path)
+    ended = cluster.ended(job).expect(0)
+    assert ended.out.count(f"Slurm job {job} has a time limit: requeueing it after step 8.\n") == 1, ended
+    assert "Resuming from step 8: out/checkpoint-8" in ended.out, ended
+    found = results(tmp_path / "out")
+    assert (found["hosts"], found["world_size"]) == (HOSTS, 2 if launcher == "none" else 4)
 
 
 def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path) -> None:

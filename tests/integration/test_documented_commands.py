@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 # KEY of `<!-- needs: KEY -->` above a fence -> pattern of the fence's commands that are not run.
 NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
-    "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
+    "containers": r"(docker|apptainer|enroot|srun (--\S+ )+(apptainer|python|hvd-bert)) ",
     "cores": r"mpirun -np 4",
     "model": r".*export_onnx",  # tests/unit/test_card.py runs it
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces these names

@@ -36,11 +36,11 @@ run_qa and TrainingArguments: --auto_find_batch_size --data_seed --dataloader_ -
     --evaluation_strategy --fsdp --full_determinism --greater_is_better --group_by_length --max_predict_samples
     --overwrite_cache --preprocessing_num_workers --push_to_hub --test_file --token --trust_remote_code
 run_glue: --do_regression --label_column_name --task_name --text_column_names
-Slurm: --gpus-per-task --mem --no-requeue
+Slurm: --format --gpus-per-task --mem --no-requeue
 launchers: --oversubscribe --cpu --mpirun_hostfile --multi_gpu --num_processes --local_rank --module --num_gpus --ppn
-    --local-addr --master-port --max-restarts --rdzv-conf
-containers: --nv --cap-add --gpus --ipc --shm-size
-others: --include --private --to --sort --logdir --foreground --preserve-status
+    --local-addr --master-port --max-restarts --rdzv-conf --shutdown-timeout --signals-to-handle
+containers: --container-image --container-mounts --nv --cap-add --gpus --ipc --shm-size
+others: --include --name --private --to --sort --logdir --foreground --preserve-status
 """
 GROUPS_OF_FLAGS = {"--save_*"}  # wildcards that a page uses
 

@@ -26,7 +26,7 @@ SCRIPTS = [
 ]
 PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hf", "hvd-bert", "mkdocs", "module"}
 PROGRAMS |= {"mpirun", "mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard"}
-PROGRAMS |= {"curl", "torchrun"}
+PROGRAMS |= {"curl", "enroot", "torchrun"}
 # Appends the program and its arguments to $RECORD, separated by control characters.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"

@@ -184,7 +184,7 @@ INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
     [
         (for_launcher(slurm.check_tasks), BATCH_STEP, ["8 tasks", "srun", "--strategy none"]),
         (sees(4), SRUN, []),
-        (sees(1), SRUN, ["srun started 4", "world of 1", "srun --mpi=pmix"]),
+        (sees(1), SRUN, ["srun started 4", "world of 1", "srun --mpi=pmix", "--strategy ddp"]),
         (sees(1), HOROVODRUN, ["horovodrun started 4", "world of 1", "env/setup.sh"]),
         (sees(4), PALS, []),
         (loads(OPEN_MPI), MPIRUN, []),

@@ -172,7 +172,7 @@ def slurm_lines(slurm: Slurm) -> list[CheckResult]:
     known = ok("Slurm", f"{slurm.version}; srun --mpi= supports {', '.join(slurm.mpi_kinds) or 'no MPI'}")
     if slurm.pmix:
         return [known, ok("PMIx", f"start with `srun --mpi={slurm.pmix}`")]
-    hint = "Start with mpirun or horovodrun inside the job. With srun, every task would be a world of size 1."
+    hint = "Start with mpirun or horovodrun inside the job, or with `srun --mpi=none` and --strategy ddp or fsdp."
     return [known, warning("PMIx", "not supported by this Slurm", hint)]
 
 
