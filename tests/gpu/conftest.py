@@ -5,6 +5,7 @@ Only child processes use the GPUs: in compute mode Exclusive_Process, a GPU acce
 
 import json
 import os
+import platform
 import re
 import shlex
 import sys
@@ -149,7 +150,7 @@ class Machine:
         gpu = {"nvml": str(probes.gpus()), "cuda": torch.version.cuda, "count": self.gpus}
         gpu |= {"nccl": torch.cuda.nccl.version()} if self.gpus else {}
         record = {"command": shlex.join(sys.orig_argv), "device": self.device, "gpu": gpu, **facts()}
-        text = json.dumps(record | {"lines": self.lines}, indent=1)
+        text = json.dumps(shareable(record | {"lines": self.lines}, private_names(self.out)), indent=1)
         (self.out / "gpu_acceptance.json").write_text(text + "\n", encoding="utf-8")
         rows = [[line[column].replace("|", "\\|") for column in COLUMNS] for line in self.lines]
         failed, late = (sum(line["result"] == result for line in self.lines) for result in (FAILED, LATE))
@@ -157,6 +158,29 @@ class Machine:
         print(f"\n{markdown_table(COLUMNS, rows)}\n\n{summary}")
         if late and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def private_names(out: Path) -> dict[str, str]:
+    """Return the paths and names of this run, host and user -> their replacements."""
+    home, host = Path.home(), platform.node()
+    names = {str(out): "OUT", str(launch.REPOSITORY): "CLONE", str(home): "~", host: "HOST", host.split(".")[0]: "HOST"}
+    names |= {os.environ.get("USER") or home.name: "USER"} | (
+        {} if sys.prefix == sys.base_prefix else {sys.prefix: "VENV"}
+    )
+    return {name: replacement for name, replacement in names.items() if len(name) > 1}  # the home may be "/"
+
+
+def shareable(value: Any, names: dict[str, str]) -> Any:
+    """Replace names in all texts of a value, except in keys."""
+    if isinstance(value, dict):
+        return {key: shareable(part, names) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [shareable(part, names) for part in value]
+    if not isinstance(value, str):
+        return value
+    longest_first = map(re.escape, sorted(names, key=len, reverse=True))
+    patterns = (name if name.startswith("/") else rf"(?<![^\W_]){name}(?![^\W_])" for name in longest_first)
+    return re.sub("|".join(patterns), lambda found: names[found[0]], value)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

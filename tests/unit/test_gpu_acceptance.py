@@ -14,7 +14,7 @@ import gpu_speed
 import pytest
 import torch
 from gpu import gpu_checks, test_gpu
-from gpu.conftest import Machine
+from gpu.conftest import Machine, shareable
 from launch import REPOSITORY
 
 from hvd_bert.model.attention import by_window
@@ -132,7 +132,9 @@ def test_table_time_limit_and_exit_status(tmp_path):
     results = ["pass", "FAIL", "FAIL", "not here", "-", "out of time"]
     assert (done.returncode, [row[3] for row in rows]) == (1, results), done
     assert rows[0][:3] == ["| right", "> 1", "2"] and rows[2][2] == "RuntimeError: no / kernel"
-    record = json.loads((tmp_path / "out" / "gpu_acceptance.json").read_text())
+    text = (tmp_path / "out" / "gpu_acceptance.json").read_text()
+    assert not [path for path in (REPOSITORY, tmp_path / "out", sys.prefix) if f"{path}/" in text]
+    record = json.loads(text)
     assert record["lines"][0]["figures"] == {"value": 2} and record["versions"]["torch"]
     done = run_made(tmp_path, "--device=cpu", "--minutes=0", "--only", "late", f"--out={tmp_path / 'new'}")
     assert done.returncode == 1 and "1 ran out of time" in done.stdout
@@ -140,6 +142,12 @@ def test_table_time_limit_and_exit_status(tmp_path):
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (30, 1, "") and "no GPU: torch" in done.stderr
     script = [*SCRIPT, "--no-set-up", "--python", sys.executable, "--device=cpu", f"--out={tmp_path / 'out'}"]
     assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 2  # --out is not empty
+
+
+def test_the_record_has_no_names_of_host_and_user():
+    names = {"/home/ada": "~", "/home/ada/clone": "CLONE", "ada": "USER", "vm": "HOST"}
+    found = shareable({"vm": ("-I/home/ada/clone/x [vm:1] nvml /scratch/ada adam", 2)}, names)
+    assert found == {"vm": ["-ICLONE/x [HOST:1] nvml /scratch/USER adam", 2]}
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
