@@ -17,6 +17,7 @@ from typing import Any
 import documented
 import flags_page
 import pytest
+import yaml
 from documented import PAGES, REPOSITORY, code_spans, headings, section, text_of
 from markdown.extensions.toc import slugify
 
@@ -94,6 +95,16 @@ def test_pages_name_the_torch_that_is_tested() -> None:
     named = {version for page in PAGES for version in re.findall(r"--torch (\d[\w.+]*)", text_of(page))}
     assert named <= set(tested)
     assert f"default_torch={tested[0]}\n" in text_of("env/setup.sh")
+
+
+def test_issue_forms_name_existing_files_and_flags() -> None:
+    for form in (REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        text = form.read_text(encoding="utf-8")
+        assert {"name", "description", "body"} <= yaml.safe_load(text).keys(), form
+        assert set(FLAG.findall(text)) <= own_flags()
+        assert [
+            name for name in re.findall(r"\b(?:scripts|docs)/[\w./-]+\w", text) if not (REPOSITORY / name).exists()
+        ] == []
 
 
 def test_file_tree_has_every_folder() -> None:
