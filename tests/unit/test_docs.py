@@ -21,6 +21,7 @@ import yaml
 from documented import PAGES, REPOSITORY, code_spans, headings, section, text_of
 from markdown.extensions.toc import slugify
 
+import hvd_bert
 from hvd_bert import errors
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
@@ -95,6 +96,14 @@ def test_pages_name_the_torch_that_is_tested() -> None:
     named = {version for page in PAGES for version in re.findall(r"--torch (\d[\w.+]*)", text_of(page))}
     assert named <= set(tested)
     assert f"default_torch={tested[0]}\n" in text_of("env/setup.sh")
+
+
+def test_version_and_date_agree() -> None:
+    citation, (version, date) = (
+        yaml.safe_load(text_of("CITATION.cff")),
+        headings(text_of("CHANGELOG.md"))[1].split(" - "),
+    )
+    assert citation["version"] == version == hvd_bert.__version__ and str(citation["date-released"]) == date
 
 
 def test_issue_forms_name_existing_files_and_flags() -> None:

@@ -90,7 +90,7 @@ def check_module(words: list[str]) -> None:
     name, *flags = words
     if name == "hvd_bert.train":
         check_command(["train", *flags])
-    else:
+    elif name != "build":
         assert name == "pytest", "hvd-bert NAME is shorter"
         check([word for word in flags if "/" in word])
 
