@@ -86,8 +86,9 @@ class CheckpointArguments:
 @dataclass(frozen=True)
 class ParallelArguments:
     strategy: str = _distributed(
-        "horovod",
+        "ddp" if STRATEGIES["horovod"].missing else "horovod",
         "Parallel strategy; dp is one process with several GPUs, none is a single process.",
+        default_text="horovod; ddp if Horovod is not installed",
         choices=tuple(STRATEGIES),
     )
     zero_stage: int = _distributed(

@@ -88,10 +88,10 @@ def test_wheel_trains_and_answers_without_the_clone_and_horovod(environment: Pat
     for words in ([], ["train"], ["bench", "sweep"]):
         assert printed("hvd-bert", *words, "--help").startswith("usage: ")
     size = ["--max_train_samples", 64, "--max_eval_samples", 8, "--max_steps", 20, "--per_device_train_batch_size", 4]
-    printed("python", "-m", "hvd_bert.train", "--config", "sample", "--strategy", "none", *size, "--output_dir", "out")
+    printed("python", "-m", "hvd_bert.train", "--config", "sample", *size, "--output_dir", "out")
     asked = ["--context", "Ada was born in London.", "--question", "Where was Ada born?"]
     assert printed("hvd-bert", "predict", "out", *asked)
-    printed("hvd-bert", "evaluate", "out", "--strategy", "none", "--json", "scores.json")
+    printed("hvd-bert", "evaluate", "out", "--json", "scores.json")
     printed("hvd-bert", "report", "out")
     assert (tmp_path / "scores.json").is_file()
     assert "<style>" in (tmp_path / "out" / "report" / "report.html").read_text(encoding="utf-8")
