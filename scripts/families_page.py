@@ -31,8 +31,8 @@ head for them.
 
 Other families with a head for question answering, such as SqueezeBERT, run padded with transformers' own layers, and
 the run logs this. It does not know their FLOP, and weights that their head does not use stay as they are. It refuses
-families that need more than text or whose results depend on padding (FNet, YOSO), and tokenizers that pad on the left
-or have no special tokens around question and context, as those of most decoders.
+families that need more than text or whose results depend on padding (FNet, YOSO), and
+[some tokenizers](../guides/own-data.md#models), such as those of most decoders.
 
 Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter), and a model with one
