@@ -32,7 +32,7 @@ NEEDS = {
     "server": r"tensorboard|hf upload\b|.*answer_server|curl ",  # test_programs.py starts the server
     # test_custom_task.py and tests/parallel train examples/mnist_rnn.py, tests/parallel examples/distillation.py.
     "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn"
-    r"|distillation|runs/student)",
+    r"|distillation|runs/student|pip install \.)",
 }
 PREPARES = ("source ", "export ")
 
