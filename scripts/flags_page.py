@@ -124,20 +124,7 @@ def page() -> str:
     for title, command in OTHERS.items():
         parser = command.make_parser()
         blocks += [f"## {title}", f"`{parser.prog}`", _prose(str(parser.description)), *_tables(parser)]
-    return "\n".join(_described_once("\n\n".join(blocks).splitlines())) + "\n"
-
-
-def _described_once(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the page's lines; a long description that an earlier command's flag has becomes a link to that command."""
-    title, described = "", dict[tuple[str, str], str]()
-    for line in lines:
-        if line.startswith("## "):
-            title = line.removeprefix("## ")
-        cells = line.split(" | ")
-        first = described.setdefault((cells[0].replace("†", ""), cells[-1]), title)
-        if line.startswith("| `") and first != title and len(cells[-1].split()) > 8:
-            cells[-1] = f"As in [{first}](#{first.lower().replace(' ', '-')}). |"
-        yield " | ".join(cells)
+    return "\n\n".join(blocks) + "\n"
 
 
 def exit_page() -> str:

@@ -112,7 +112,7 @@ def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus, hidden: bool) ->
 
 def horovod_line(build: HorovodBuild) -> CheckResult:
     if build.error and package_version("horovod") is None:
-        return failure("Horovod", "not installed", f"Run env/setup.sh. {WITHOUT_HOROVOD}")
+        return warning("Horovod", "not installed", f"Run `bash env/setup.sh` to train with it. {WITHOUT_HOROVOD}")
     if build.error:
         return failure("Horovod", f"cannot be imported: {build.error}", f"{REBUILD} {WITHOUT_HOROVOD}")
     parts = [name for name, there in (("MPI", build.mpi), ("Gloo", build.gloo), ("NCCL", build.nccl)) if there]
