@@ -289,16 +289,20 @@ install_torch() {
     cpu) wanted="torch==$default_torch" ;; # any build of it
     in-place) wanted=torch ;;
   esac
-  if [ "$torch" != in-place ] && ! { [ "$torch_installed" = "$torch@$torch_index" ] && try checks torch "$wanted"; }; then
+  if [ "$torch" = in-place ]; then
+    logged checks torch "$wanted"
+  elif ! { [ "$torch_installed" = "$torch@$torch_index" ] && try checks torch "$wanted"; }; then
     ! try checks horovod || build_for_next_torch
     # Another index or file may have another build of the same version, which pip would not install.
     case $torch_installed in '' | "$torch@$torch_index") ;; *) command+=(--force-reinstall) ;; esac
     get_torch "${command[@]}"
     torch_installed=$torch@$torch_index
     save_settings
-    try checks torch "$wanted" || get_torch "${command[@]}" --force-reinstall
+    if ! try checks torch "$wanted"; then
+      get_torch "${command[@]}" --force-reinstall
+      logged checks torch "$wanted"
+    fi
   fi
-  logged checks torch "$wanted"
 }
 
 # Builds Horovod for the new torch in a second environment, so that this one stays usable meanwhile.
@@ -403,15 +407,19 @@ download_packages() {
 }
 
 install_requirements() {
-  local has_mpi=no
-  ! try checks horovod MPI || has_mpi=yes
+  local has_mpi=no compiles=''
+  ! try "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(not hvd.mpi_built())' || has_mpi=yes
+  # Alongside pip, which keeps one core busy. Only some CPUs use these kernels, and the others' compute the same.
+  [ "$(uname -m)" != x86_64 ] || compile_kernels & compiles=$!
   select_requirements $has_mpi
   logged pip install --progress-bar off "${files[@]}"
   [ $has_mpi = no ] || match_mpi4py
   logged pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
   try pip check || true # for the log
-  # Only some CPUs use it, and the others' kernels compute the same.
-  [ "$(uname -m)" != x86_64 ] || try "$venv/bin/python" -m hvd_bert.model.cpu.fused || echo "fused.cpp was not compiled" >>"$log"
+  wait "$compiles"
+}
+compile_kernels() {
+  PYTHONPATH=$root try "$venv/bin/python" -m hvd_bert.model.cpu.fused || echo "fused.cpp was not compiled" >>"$log"
 }
 
 # mpi4py's wheel loads the first libmpi that it finds. Two different ones crash a process.
