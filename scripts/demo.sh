@@ -40,17 +40,18 @@ command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 
-command=(hvd-bert report runs/demo)
-printf '\n$ %s\n' "${command[*]}"
-"${command[@]}" </dev/null
-
 cat <<END
 
 Next, after 'source .venv/bin/activate':
   open the page        $PWD/runs/demo/report/report.html
-  ask the model        hvd-bert predict runs/demo --context "Ada was born in London." --question "Where was Ada born?"
   see all metrics      tensorboard --logdir runs
   list the commands    hvd-bert --help
   use your own data    docs/guides/own-data.md
   use several hosts    docs/guides/cluster.md
+
+$ hvd-bert report runs/demo
 END
+hvd-bert report runs/demo </dev/null | grep -E '^runs/|/s: |^HTML'
+question="Where was the Golden Bell sold?" context="The Golden Bell was made in Ravgate and sold in Morbeck."
+printf '$ hvd-bert predict runs/demo --question "%s" --context "%s"\n' "$question" "$context"
+hvd-bert predict runs/demo --question "$question" --context "$context" </dev/null | tail -n 1
