@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about a minute on 2 idle
+# Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (a minute on 2 idle
 # cores), evaluates it on held-out questions, answers some of them, and writes a page about the run.
 #   bash scripts/demo.sh                          writes to runs/demo
 #   bash scripts/demo.sh --config sample_v2       further flags of the trainer, but not --output_dir
@@ -40,18 +40,17 @@ command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 
+command=(hvd-bert report runs/demo)
+printf '\n$ %s\n' "${command[*]}"
+"${command[@]}" </dev/null
+
 cat <<END
 
 Next, after 'source .venv/bin/activate':
   open the page        $PWD/runs/demo/report/report.html
+  ask the model        hvd-bert predict runs/demo --context "The Golden Bell was sold in Morbeck." --question "Where was the Golden Bell sold?"
   see all metrics      tensorboard --logdir runs
   list the commands    hvd-bert --help
   use your own data    docs/guides/own-data.md
   use several hosts    docs/guides/cluster.md
-
-$ hvd-bert report runs/demo
 END
-hvd-bert report runs/demo </dev/null | grep -E '^runs/|/s: |^HTML'
-question="Where was the Golden Bell sold?" context="The Golden Bell was made in Ravgate and sold in Morbeck."
-printf '$ hvd-bert predict runs/demo --question "%s" --context "%s"\n' "$question" "$context"
-hvd-bert predict runs/demo --question "$question" --context "$context" </dev/null | tail -n 1

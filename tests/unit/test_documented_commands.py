@@ -151,7 +151,7 @@ def test_commands_of_the_demo_and_the_readmes_table(clone: Path) -> None:
     script = (REPOSITORY / "scripts" / "demo.sh").read_text(encoding="utf-8")
     named = re.findall(r"^  \w[\w ]+?  +(\S.*)$", script.split("\nNext, ")[1], re.MULTILINE)
     spans = [span for span in documented.code_spans(documented.text_of("README.md")) if span.startswith(COMMANDS)]
-    assert len(named) == 5 and len(spans) > 5
+    assert len(named) == 6 and len(spans) > 5
     for text in (*named, *spans):
         if text.startswith("docs/"):
             assert (REPOSITORY / text).exists()
