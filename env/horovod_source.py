@@ -90,7 +90,7 @@ WITHOUT_CFFI = (
     "    require_list.append('cffi>=1.4.0')",
     "    pass  # cffi is not used",
 )
-# The second build is for frameworks with an old ABI. Now it is only built if one links to it.
+# The second build is for frameworks with an old ABI. It is built only if one links to it.
 CUDA_KERNELS_ONCE = (
     "CUDA kernels are compiled once",
     "horovod/common/ops/cuda/CMakeLists.txt",

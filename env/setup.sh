@@ -407,19 +407,15 @@ download_packages() {
 }
 
 install_requirements() {
-  local has_mpi=no compiles=''
+  local has_mpi=no
   ! try "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(not hvd.mpi_built())' || has_mpi=yes
-  # Alongside pip, which keeps one core busy. Only some CPUs use these kernels, and the others' compute the same.
-  [ "$(uname -m)" != x86_64 ] || compile_kernels & compiles=$!
   select_requirements $has_mpi
   logged pip install --progress-bar off "${files[@]}"
   [ $has_mpi = no ] || match_mpi4py
   logged pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
   try pip check || true # for the log
-  wait "$compiles"
-}
-compile_kernels() {
-  PYTHONPATH=$root try "$venv/bin/python" -m hvd_bert.model.cpu.fused || echo "fused.cpp was not compiled" >>"$log"
+  # Only some CPUs use it, and the others' kernels compute the same.
+  [ "$(uname -m)" != x86_64 ] || try "$venv/bin/python" -m hvd_bert.model.cpu.fused || echo "fused.cpp was not compiled" >>"$log"
 }
 
 # mpi4py's wheel loads the first libmpi that it finds. Two different ones crash a process.

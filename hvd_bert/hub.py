@@ -183,7 +183,7 @@ def _check_folder(kind: Any, path: Path) -> None:
 
 
 def _folders_in(path: Path) -> str:
-    """Return what to do about a folder without a model: the models and runs in it, or in its subfolders."""
+    """Return the remedy for a folder without a model: name one of the models or runs in it, or in its subfolders."""
     for levels in ("*", "*/*"):
         files = [file for name in ("config.json", "train_config.yaml") for file in path.glob(f"{levels}/{name}")]
         if found := sorted({str(file.parent) for file in files}):

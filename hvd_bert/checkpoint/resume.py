@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -236,16 +237,19 @@ def check(
     settings, which name its data.
     """
     saved, now = in_this_version(resume_point.state["identity"]), facts["identity"]
+    before: Mapping[str, Any] = {}
+    with suppress(UserError):  # another version may have written flags that this one does not know
+        before = trained_settings(str(resume_point.folder))
     differing = [
-        difference(name, "{} was {} and is {}", (saved, now), (trained_settings(str(resume_point.folder)), settings))
+        difference(name, "{} was {} and is {}", (saved, now), (before, settings))
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
     differing += _changes(resume_point.folder, model)
-    before = resume_point.state["global_batch"]
+    batch = resume_point.state["global_batch"]
     same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == facts["rank_batch"]
-    if before != global_batch and not same_flags:
-        differing.append(f"the global batch was {before} and is {global_batch}")
+    if batch != global_batch and not same_flags:
+        differing.append(f"the global batch was {batch} and is {global_batch}")
     if differing:
         folder, another = resume_point.folder, "use another --output_dir"
         if (folder / "config.json").exists():

@@ -249,7 +249,7 @@ def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | {name: value for name, value in identity.items() if name in defaults or value is not False}
 
 
-# What a run's identity records as a hash -> its plural, and the flags that name it; the first one given counts.
+# Properties of a run's identity that are recorded as hashes -> the plural, and the flags that name them, by priority.
 HASHED = {
     "the training data": ("files", ("dataset_name", "train_file")),
     "the tokenizer": ("tokenizers", ("tokenizer_name", "model_name_or_path", "config_name")),
@@ -263,9 +263,14 @@ READING = [
 
 
 def named(hashed: str, settings: Mapping[str, Any]) -> str:
-    """Return the names of the files, or on the hub, of a property in HASHED; "" if the settings have none."""
-    given: Any = next((value for flag in HASHED[hashed][1] if (value := settings.get(flag))), [])
-    return ", ".join(Path(str(name)).name for name in (given if isinstance(given, list) else [given]))
+    """Return the names of the files, or on the hub, of a property in HASHED; "" if the settings have none.
+
+    Files are named without their folders.
+    """
+    plural, flags = HASHED[hashed]
+    given: Any = next((value for flag in flags if (value := settings.get(flag))), [])
+    names = map(str, given if isinstance(given, list | tuple) else [given])
+    return ", ".join(Path(name).name if plural == "files" else name for name in names)
 
 
 def read_alike(identities: Sequence[Mapping[str, Any]]) -> bool:

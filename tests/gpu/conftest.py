@@ -179,7 +179,7 @@ def shareable(value: Any, names: dict[str, str]) -> Any:
     if not isinstance(value, str):
         return value
     longest_first = map(re.escape, sorted(names, key=len, reverse=True))
-    patterns = (name if name.startswith("/") else rf"(?<![^\W_]){name}(?![^\W_])" for name in longest_first)
+    patterns = (("" if name.startswith("/") else r"(?<![^\W_])") + name + r"(?![^\W_])" for name in longest_first)
     return re.sub("|".join(patterns), lambda found: names[found[0]], value)
 
 

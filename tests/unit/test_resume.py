@@ -228,7 +228,10 @@ def test_shape_of_a_custom_model_includes_the_model_inside():
     assert gelu == renamed != relu
 
 
-@pytest.mark.parametrize(("file", "named"), [("b.json", "was a.json and is b.json"), ("a.json", "files named a.json")])
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [("b.json", "is b.json"), ("a.json", "files named a.json"), (("b/a.json", "b.json"), "is a.json, b.json")],
+)
 def test_other_training_data_are_named_by_their_files(tmp_path, file, named):
     (tmp_path / "train_config.yaml").write_text("train_file: /data/a.json\n")
     args, now = parse([]).train, identity() | {"the training data": "1" * 12}

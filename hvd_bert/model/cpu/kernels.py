@@ -87,7 +87,7 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
         name = machine.cpu_name()
         log.warning("--bf16: this CPU (%s) emulates it, many times slower than fp32. Leave out --bf16.", name)
     if precision == "fp16":
-        log.warning("--fp16: 4 to 10 times slower than fp32 on a CPU. Leave out --fp16.")
+        log.warning("--fp16: several times slower than fp32 on a CPU. Leave out --fp16.")
 
 
 def select(cpu_kernels: str) -> Choice:

@@ -177,7 +177,7 @@ def slurm_lines(slurm: Slurm) -> list[CheckResult]:
 
 
 def temporary_folder() -> Path:
-    """Return the folder for temporary files of Open MPI and PMIx, which chooses it as they do."""
+    """Return the folder for temporary files, chosen as Open MPI and PMIx do."""
     return Path(next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp"))
 
 

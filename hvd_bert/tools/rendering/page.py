@@ -200,7 +200,7 @@ _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${ma
 
 def latex(text: str) -> str:
     """Escape LaTeX's special characters, and replace white space by single spaces."""
-    return " ".join(visible(text).split()).translate(_LATEX)
+    return " ".join(visible(text).split()).translate(_LATEX).replace("--", "-{}-")
 
 
 def _latex_cell(text: str) -> str:

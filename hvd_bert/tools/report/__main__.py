@@ -72,7 +72,8 @@ def write(flags: argparse.Namespace) -> None:
     folders = finding.find(flags.runs)
     if flags.out is None:
         flags.out = _default_out(flags.runs, folders)
-        flags.overwrite |= flags.out != Path("report")  # a report in a run's own folder may always be replaced
+        # A report in a run's own folder may be replaced: its name tells which runs it has.
+        flags.overwrite |= len(folders) == 1 or len(folders) == len(flags.runs) == 2
     with writing_to("--out", flags.out):
         report_files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None

@@ -20,9 +20,10 @@ from hvd_bert.tools.runs.record import Record
 
 RESAMPLES = 10_000
 RANGE = 0.95
+ENOUGH = 3  # minimum number of runs to judge a spread
 # Minimum number of repeats per side for a range of RANGE: the extremes of 2 miss the true speed-up in 1 of 3 cases,
-# of 3 in 1 of 10.
-ENOUGH = 3
+# of 3 in 1 of 10, of 4 in 1 of 35.
+FOR_RANGE = 4
 Baseline = tuple[str, int]  # strategy and number of ranks
 Range = tuple[float, float]
 UNCHECKED = ""  # value of `Compared.checked` if no other row has the same batch
@@ -37,7 +38,7 @@ class Compared:
     reason: str = ""  # the reason why the row has no speed-up; "" if it has one
     speedup: float | None = None
     range: Range | None = None  # of the speed-up; None if either group has a single run
-    few: bool = False  # whether `range` is from the lowest to the highest repeat, for fewer than ENOUGH repeats
+    few: bool = False  # whether `range` is from the lowest to the highest repeat, for fewer than FOR_RANGE repeats
     efficiency: float | None = None
     total_speedup: float | None = None  # speed-up of whole trainings, including checkpoints and logging
     serial: float | None = None  # serial fraction by Karp and Flatt, for strong scaling
@@ -205,7 +206,7 @@ def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compar
     ours, theirs = group.figure(_overall_speed), base.figure(_overall_speed)
     total = ours / theirs if ours and theirs else None
     serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 and speedup > 1 else None
-    few = min(len(base.runs), len(group.runs)) < ENOUGH
+    few = min(len(base.runs), len(group.runs)) < FOR_RANGE
     return Compared(group, checked, "", speedup, speedup_range(base, group), few, speedup / size, total, serial)
 
 
@@ -245,10 +246,10 @@ def serial_fraction(speedup: float, size: float) -> float:
 def speedup_range(base: Group, group: Group) -> Range | None:
     """Compute the range of the speed-up by a bootstrap of both groups' repeats; None if a group has a single run.
 
-    For fewer than ENOUGH repeats, the range is from the lowest to the highest quotient of two repeats.
+    For fewer than FOR_RANGE repeats, the range is from the lowest to the highest quotient of two repeats.
     """
     fewest = min(len(base.runs), len(group.runs))
-    if fewest < ENOUGH:
+    if fewest < FOR_RANGE:
         return (min(group.speeds) / max(base.speeds), max(group.speeds) / min(base.speeds)) if fewest > 1 else None
     random = np.random.default_rng(0)  # fixed, so that reports are reproducible
     ours, theirs = (

@@ -73,7 +73,7 @@ def make_page(
 
 
 def verdict(first: Record, second: Record) -> Status:
-    """Describe by how much one of two runs is better in their main score, and what speaks against the comparison."""
+    """Describe by how much one of two runs is better in their main score, and the doubts about it."""
     both, short = (first, second), short_names([first.name, second.name])
     known = [[name for name in run.score_names if run.score(name) is not None] for run in both]
     common = [name for name in known[0] if name in known[1]]
@@ -115,9 +115,9 @@ def _score_doubts(both: Sequence[Record]) -> list[str]:
     if None not in totals and totals[0] != totals[1]:
         counts = " and ".join(number(total, ",.0f") for total in totals)
         what = "; ".join([f"{counts} questions", *differing])
-        found.append(f"They are of different data ({what}): do not compare them.")
+        found.append(f"The scores are from different data ({what}): do not compare them.")
     elif differing:
-        found.append(f"They may be of different data ({'; '.join(differing)}).")
+        found.append(f"They may be from different data ({'; '.join(differing)}).")
     elif not any(run.settings for run in both):
         found.append("Their validation data is not recorded.")
     return found

@@ -105,7 +105,7 @@ def differences(records: Sequence[Record]) -> Grid:
         if 1 < len(names_by_values) < len(records):  # some runs differ only in the seed: they are repeats
             break
     runs = [run + (f" and {len(others)} more" if others else "") for run, *others in names_by_values.values()]
-    if len(chosen) > len(runs) or len(records) == 2:
+    if chosen and (len(chosen) > len(runs) or len(records) == 2):
         rows = [[name, *cells] for name, cells in zip(chosen, zip(*names_by_values, strict=True), strict=True)]
         return Grid(["setting", *runs], rows, words=len(runs) + 1)
     rows = [[run, *cells] for run, cells in zip(runs, names_by_values, strict=True)]

@@ -305,7 +305,7 @@ def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
     The tables are as wide as a page of LaTeX's article.
     """
     parts = [
-        r"% A part of a document: put \usepackage{booktabs} before \begin{document}, and \input{report.tex} behind it."
+        r"% A part of a document: put \usepackage{booktabs} before \begin{document}, and \input{report.tex} after it."
     ]
     for index, table in enumerate(tables, start=1):
         first, result = f"{table.title}. Baseline: {table.baseline.name}.", headline(table, brief=True)
