@@ -67,8 +67,7 @@ SUPPORT_END = """\
 Some [model families](families.md) refuse a feature.
 
 **No GPU has run any of it yet**, so `dp` has never run
-([tested without a GPU](../evidence/gpu-acceptance.md#tested-without-a-gpu)). On CPUs, tests do not try each pair of
-features.
+([tested without a GPU](../evidence/gpu-acceptance.md#tested-without-a-gpu)).
 """
 # Flags of a feature in the support matrix -> its name, if they do not contain it.
 FEATURES = {
