@@ -26,6 +26,7 @@ from hvd_bert import errors
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.strategies import STRATEGIES
+from hvd_bert.data.sources import squad
 from hvd_bert.distributed import runner, signals
 
 TROUBLESHOOTING = "docs/guides/troubleshooting.md"
@@ -230,3 +231,9 @@ def test_the_support_matrix_has_all_flags_that_a_strategy_refuses():
     refused |= {f"--{name}" for name, flag in FLAGS.items() if flag.owner}
     listed = {part for flags in flags_page.FEATURES for part in (flags, flags.split(" ")[0])}
     assert refused - listed == set()
+
+
+def test_the_readmes_questions_are_read(tmp_path):
+    (lines,) = re.findall(r"^```json\n(.*?)^```", text_of("README.md"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "mine.json").write_text(lines)
+    assert len(squad.open_file(tmp_path / "mine.json", False).questions()) == 3
