@@ -90,13 +90,6 @@ WITHOUT_CFFI = (
     "    require_list.append('cffi>=1.4.0')",
     "    pass  # cffi is not used",
 )
-# The second build is for frameworks with an old ABI. It is built only if one links to it.
-CUDA_KERNELS_ONCE = (
-    "CUDA kernels are compiled once",
-    "horovod/common/ops/cuda/CMakeLists.txt",
-    "add_library(compatible_horovod_cuda_kernels cuda_kernels.cu)",
-    "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL cuda_kernels.cu)",
-)
 # Over MPI, horovodrun becomes a shell that waits for mpirun. A signal ends that shell only, and the ranks continue. The
 # patched horovodrun waits for mpirun itself, and passes signals on.
 PASSES_SIGNALS = (
@@ -146,7 +139,7 @@ def patch_source(folder: Path, standard: int, nccl: bool, change: bool) -> list[
     notes = [
         f"no patch: C++{standard}: already there" if own >= standard else f"patch: C++{standard} instead of C++{own}"
     ]
-    replacements = [*(() if nccl else WITHOUT_NCCL), WITHOUT_CFFI, CUDA_KERNELS_ONCE, *WITHOUT_DEADLOCK]
+    replacements = [*(() if nccl else WITHOUT_NCCL), WITHOUT_CFFI, *WITHOUT_DEADLOCK]
     if MPIRUN_PROCESS.is_file():
         replacements.append(PASSES_SIGNALS)
     else:

@@ -185,7 +185,6 @@ def test_the_key_of_a_wheel_depends_on_the_build(change: dict) -> None:
 REPLACED = [
     *horovod_source.WITHOUT_NCCL,
     horovod_source.WITHOUT_CFFI,
-    horovod_source.CUDA_KERNELS_ONCE,
     *horovod_source.WITHOUT_DEADLOCK,
     horovod_source.PASSES_SIGNALS,
 ]
@@ -213,7 +212,7 @@ def test_another_source_is_patched_once(tree: Path, tmp_path: Path) -> None:
     planned = horovod_source.patch_source(source.folder, 20, nccl=False, change=False)
     assert horovod_source.hash_tree(source.folder) == before
     assert horovod_source.patch_source(source.folder, 20, nccl=False, change=True) == planned
-    assert sum(note.startswith("patch: ") for note in planned) == 8
+    assert sum(note.startswith("patch: ") for note in planned) == 7
     assert "no patch: bf16 in allreduce: horovod_bf16.patch does not fit this source" in planned
     for _, name, old, new in REPLACED:
         text = (source.folder / name).read_text()
