@@ -86,12 +86,13 @@ def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path
     """The run saves its state in a new folder `out`, from which the same command resumes."""
     stopped = train(tmp_path / "run", 2, "gloo", stop="3 0 move start")
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
-    assert printed(stopped).count("Stopped by a move or removal of --output_dir after step 3") == 1, stopped
+    # After step 3 if the write of checkpoint-2 fails, which notices the move first.
+    assert len(re.findall("a move or removal of --output_dir after step [34]", printed(stopped))) == 1, stopped
     warnings = [line for line in stopped.output.splitlines() if "warning" in line.lower()]
     assert all("TensorBoard" in line for line in warnings), stopped  # TensorBoard's thread may notice the move first
     assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
     (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
-    assert saved.name in ("checkpoint-3", "checkpoint-4")  # checkpoint-3 if a write fails
+    assert saved.name in ("checkpoint-3", "checkpoint-4")
     train(tmp_path / "run", 2, "gloo").expect(0)
     differing = resuming.differences(whole[2], tmp_path / "run" / "out")
     assert [name for name in differing if not name.startswith("metrics.jsonl")] == []

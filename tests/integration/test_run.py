@@ -172,7 +172,7 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
-    assert printed(outcome).count("a peak learning rate of 0.00636 (--lr_scaling sqrt)") == 1, outcome
+    assert printed(outcome).count("a peak learning rate of 0.00424 (--lr_scaling sqrt)") == 1, outcome
 
 
 def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:

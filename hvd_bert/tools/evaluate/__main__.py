@@ -41,7 +41,7 @@ def main(world: World) -> None:
 # Settings that default to their values in the model's training.
 TRAINED = {name for name, flag in FLAGS.items() if flag.group in ("data", "question-answering")}
 TRAINED -= {"train_file", "max_train_samples", "max_eval_samples"}
-TRAINED |= {"per_device_eval_batch_size"}
+TRAINED |= {"per_device_eval_batch_size", "cpu_kernels"}
 DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
 DATA |= {"bad_examples"}
 # Settings that are the same for both compared models.
