@@ -289,20 +289,16 @@ install_torch() {
     cpu) wanted="torch==$default_torch" ;; # any build of it
     in-place) wanted=torch ;;
   esac
-  if [ "$torch" = in-place ]; then
-    logged checks torch "$wanted"
-  elif ! { [ "$torch_installed" = "$torch@$torch_index" ] && try checks torch "$wanted"; }; then
+  if [ "$torch" != in-place ] && ! { [ "$torch_installed" = "$torch@$torch_index" ] && try checks torch "$wanted"; }; then
     ! try checks horovod || build_for_next_torch
     # Another index or file may have another build of the same version, which pip would not install.
     case $torch_installed in '' | "$torch@$torch_index") ;; *) command+=(--force-reinstall) ;; esac
     get_torch "${command[@]}"
     torch_installed=$torch@$torch_index
     save_settings
-    if ! try checks torch "$wanted"; then
-      get_torch "${command[@]}" --force-reinstall
-      logged checks torch "$wanted"
-    fi
+    try checks torch "$wanted" || get_torch "${command[@]}" --force-reinstall
   fi
+  logged checks torch "$wanted"
 }
 
 # Builds Horovod for the new torch in a second environment, so that this one stays usable meanwhile.
@@ -408,7 +404,7 @@ download_packages() {
 
 install_requirements() {
   local has_mpi=no
-  ! try "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(not hvd.mpi_built())' || has_mpi=yes
+  ! try checks horovod MPI || has_mpi=yes
   select_requirements $has_mpi
   logged pip install --progress-bar off "${files[@]}"
   [ $has_mpi = no ] || match_mpi4py
