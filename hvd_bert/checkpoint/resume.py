@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -228,7 +227,7 @@ def check(
     args: TrainArguments,
     global_batch: int,
     model: nn.Module,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    settings: Mapping[str, Any],
 ) -> None:
     """Raise UserError if the checkpoint is from a different model, different data or different settings.
 
@@ -237,14 +236,12 @@ def check(
     settings, which name its data.
     """
     saved, now = in_this_version(resume_point.state["identity"]), facts["identity"]
+    changed = [name for name in dict.fromkeys((*saved, *now)) if saved.get(name) != now.get(name)]
     before: Mapping[str, Any] = {}
-    with suppress(UserError):  # another version may have written flags that this one does not know
-        before = trained_settings(str(resume_point.folder))
-    differing = [
-        difference(name, "{} was {} and is {}", (saved, now), (before, settings))
-        for name in dict.fromkeys((*saved, *now))
-        if saved.get(name) != now.get(name)
-    ]
+    if changed:
+        with suppress(UserError):  # another version may have written flags that this one does not know
+            before = trained_settings(str(resume_point.folder))
+    differing = [difference(name, "{} was {} and is {}", (saved, now), (before, settings)) for name in changed]
     differing += _changes(resume_point.folder, model)
     batch = resume_point.state["global_batch"]
     same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == facts["rank_batch"]

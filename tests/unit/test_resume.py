@@ -159,7 +159,7 @@ def check(saved: dict, *flags: str, batch: int = 8) -> None:
     """Check flags against a checkpoint with the identity `saved` and the global batch `batch`."""
     args = parse(list(flags)).train
     facts = {"identity": identity(*flags), "rank_batch": args.rank_batch, "cpu_kernels": None}
-    resume.check(point(identity=saved, global_batch=batch), facts, args, 8, MODEL)
+    resume.check(point(identity=saved, global_batch=batch), facts, args, 8, MODEL, {})
 
 
 def test_identity_has_model_data_and_the_flags_that_affect_learning():
@@ -209,7 +209,7 @@ def test_a_model_that_computes_differently_is_refused(tmp_path, key, value, refu
     size = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4}
     model = BertModel(BertConfig(vocab_size=5, **size))
     facts = {"identity": resume.in_this_version({}), "rank_batch": 8, "cpu_kernels": None}
-    arguments: Any = (point(tmp_path, identity={}), facts, parse([]).train, 8, model)
+    arguments: Any = (point(tmp_path, identity={}), facts, parse([]).train, 8, model, {})
     resume.check(*arguments)  # the checkpoint has no config.json
     config = json.loads(model.config.to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config))
